@@ -1,0 +1,43 @@
+# Every target sets up what it needs; a second call starts at once.
+.PHONY: help setup material quickstart test lint format gpu-check
+.DEFAULT_GOAL := help
+
+PY := .venv/bin/python
+
+help:
+	@echo "make quickstart  train a small Qwen3-MoE on two CPU ranks and check the result (10 minutes the first time)"
+	@echo "make test        the whole test suite, on CPU"
+	@echo "make lint        ruff and mypy"
+	@echo "make format      let ruff rewrite the files"
+	@echo "make gpu-check   the tests that need a GPU; says so and ends well where there is none"
+	@echo "make setup       only build .venv (Python >= 3.12; PYTHON=... names one)"
+	@echo "make material    only fetch the tokenizer and the example rows into .material"
+
+setup: .venv/.setup-stamp
+.venv/.setup-stamp: pyproject.toml constraints.txt
+	@bash scripts/setup.sh
+	@touch $@
+
+# Looks at every checksum (a tenth of a second) and fetches only what is missing.
+material: setup
+	@$(PY) scripts/fetch_material.py
+
+quickstart: material
+	@$(PY) examples/quickstart.py
+
+# One thread a process: the tests run up to four ranks side by side.
+test: export OMP_NUM_THREADS ?= 1
+test: material
+	$(PY) -m pytest
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: setup
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+gpu-check: material
+	@bash scripts/gpu_check.sh
