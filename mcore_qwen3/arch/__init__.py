@@ -1,0 +1,28 @@
+"""Arithmetic about a model and its layout, with the standard library alone: sizes, parameters, bytes, legal layouts."""
+
+from mcore_qwen3.arch.batch import BatchPlan, resolve_batch
+from mcore_qwen3.arch.layout import ParallelLayout, RankCoordinates, resolve_layout, stage_layers
+from mcore_qwen3.arch.params import ParameterCount, count_parameters
+from mcore_qwen3.arch.rows import padded_vocab_size, row_multiple
+from mcore_qwen3.arch.shape import ModelShape, find_config_file, iteration_directory, read_model_shape
+from mcore_qwen3.arch.state import NOT_COUNTED, RankState, rank_state
+
+__all__ = [
+    "NOT_COUNTED",
+    "BatchPlan",
+    "ModelShape",
+    "ParallelLayout",
+    "ParameterCount",
+    "RankCoordinates",
+    "RankState",
+    "count_parameters",
+    "find_config_file",
+    "iteration_directory",
+    "padded_vocab_size",
+    "rank_state",
+    "read_model_shape",
+    "resolve_batch",
+    "resolve_layout",
+    "row_multiple",
+    "stage_layers",
+]

@@ -1,0 +1,156 @@
+"""How the ranks of a job share a model: the two grids (dense and expert) over the same ranks, and the rules they obey.
+
+A dense parameter lives on the grid TP x CP x DP x PP, an expert on expert-TP x EP x expert-DP x PP. Ranks are numbered
+in Megatron's order "tp-cp-ep-dp-pp": the first axis changes fastest, and both grids cut the pipeline stages alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mcore_qwen3.arch.layout_rules import Degrees, broken_rule, check_positive
+from mcore_qwen3.arch.nearest import nearest_legal
+from mcore_qwen3.arch.shape import ModelShape
+from mcore_qwen3.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankCoordinates:
+    """The place of one rank on both grids; each counts from 0."""
+
+    tensor: int
+    context: int
+    data: int
+    pipeline: int
+    expert_tensor: int
+    expert: int
+    expert_data: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelLayout:
+    """The sizes of all groups of ranks. Made by `resolve_layout`, which checks them.
+
+    `data` counts the ranks that see different rows; `expert_data` counts the copies of one expert. `notes` says in
+    plain sentences what was filled in or switched for the user.
+    """
+
+    world_size: int
+    tensor: int
+    pipeline: int
+    context: int = 1
+    expert: int
+    expert_tensor: int
+    data: int
+    expert_data: int
+    sequence_parallel: bool
+    is_moe: bool
+    notes: tuple[str, ...] = ()
+
+    def grid_text(self) -> str:
+        """All group sizes in one line."""
+        text = (
+            f"world size {self.world_size} = TP {self.tensor} x CP {self.context} x DP {self.data} x PP {self.pipeline}"
+        )
+        if self.is_moe:
+            text += (
+                f"; experts = expert-TP {self.expert_tensor} x EP {self.expert} x expert-DP {self.expert_data}"
+                f" x PP {self.pipeline}"
+            )
+        return text + f"; sequence parallel {'on' if self.sequence_parallel else 'off'}"
+
+    def coordinates(self, rank: int) -> RankCoordinates:
+        """Where a rank stands on both grids.
+
+        Args:
+            rank: global rank, 0 to world_size - 1.
+        """
+        if not 0 <= rank < self.world_size:
+            raise IndexError(f"rank {rank} is not in a world of {self.world_size}")
+        stage, place = divmod(rank, self.world_size // self.pipeline)
+        return RankCoordinates(
+            tensor=place % self.tensor,
+            context=place // self.tensor % self.context,
+            data=place // (self.tensor * self.context),
+            pipeline=stage,
+            expert_tensor=place % self.expert_tensor,
+            expert=place // self.expert_tensor % self.expert,
+            expert_data=place // (self.expert_tensor * self.expert),
+        )
+
+
+def resolve_layout(
+    world_size: int,
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    expert: int = 1,
+    expert_tensor: int | None = None,
+    context: int = 1,
+    sequence_parallel: bool = False,
+    shape: ModelShape,
+) -> ParallelLayout:
+    """The layout for a number of ranks, with what the user left open filled in.
+
+    Args:
+        world_size: number of ranks.
+        tensor: TP size.
+        pipeline: PP size.
+        expert: EP size.
+        expert_tensor: TP size inside an expert; None is 1 (Megatron itself would take TP).
+        context: CP size.
+        sequence_parallel: switched on for a MoE model with TP above 1 (Megatron cannot train it otherwise) and off
+            at TP 1, where it has no meaning; `notes` says so.
+        shape: the model.
+
+    Raises:
+        ConfigError: a rule is broken; the message has the grid and the nearest values that obey every rule.
+    """
+    degrees = Degrees(
+        world_size=world_size, tensor=tensor, pipeline=pipeline, context=context, expert=expert,
+        expert_tensor=1 if expert_tensor is None else expert_tensor,
+    )  # fmt: skip
+    check_positive(degrees)
+    broken = broken_rule(degrees, shape)
+    if broken is not None:
+        raise broken
+    notes = []
+    if shape.is_moe and expert_tensor is None:
+        notes.append("expert_tensor_parallel_size is not set: 1 is taken")
+    if shape.is_moe and tensor > 1 and not sequence_parallel:
+        notes.append("sequence_parallel is switched on: a MoE model with TP above 1 cannot be trained without it")
+    if sequence_parallel and tensor == 1:
+        notes.append("sequence_parallel is switched off: it has no meaning at TP 1")
+    return ParallelLayout(
+        world_size=world_size,
+        tensor=tensor,
+        pipeline=pipeline,
+        context=context,
+        expert=expert,
+        expert_tensor=degrees.expert_tensor,
+        data=world_size // degrees.dense_product,
+        expert_data=world_size // degrees.expert_product,
+        sequence_parallel=tensor > 1 and (sequence_parallel or shape.is_moe),
+        is_moe=shape.is_moe,
+        notes=tuple(notes),
+    )
+
+
+def stage_layers(num_layers: int, pipeline: int) -> list[int]:
+    """The number of layers of each pipeline stage; their sum is num_layers.
+
+    Args:
+        num_layers: layers of the model.
+        pipeline: PP size.
+
+    Raises:
+        ConfigError: the stages would not be equal.
+    """
+    if num_layers % pipeline:
+        legal = nearest_legal(pipeline, num_layers, lambda value: num_layers % value == 0)
+        raise ConfigError(
+            "num_layers must be a multiple of pipeline_model_parallel_size",
+            seen=f"{num_layers} layers, PP {pipeline}",
+            fix=f"--pipeline_model_parallel_size {legal}",
+        )
+    return [num_layers // pipeline] * pipeline

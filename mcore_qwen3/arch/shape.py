@@ -1,0 +1,175 @@
+"""ModelShape: the numbers that define a Qwen3 or Qwen3-MoE model, read from a model directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_qwen3.arch.hf_config import translate
+from mcore_qwen3.errors import ConfigError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """Sizes and switches of one model, named by Megatron's terms where it has one.
+
+    `head_dim` stands on its own: in most Qwen3 models num_attention_heads x head_dim is not hidden_size.
+    In a MoE model (`num_experts` > 0) every layer has experts and `ffn_hidden_size` is not used by any of them.
+
+    Raises:
+        ConfigError: the sizes do not make a model.
+    """
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    head_dim: int
+    ffn_hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    tie_word_embeddings: bool
+    initializer_range: float
+    torch_dtype: str
+    num_experts: int = 0
+    moe_router_topk: int = 0
+    moe_ffn_hidden_size: int = 0
+    norm_topk_prob: bool = False
+    eos_token_id: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        positive = [
+            "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "head_dim", "ffn_hidden_size",
+            "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "initializer_range",
+        ]  # fmt: skip
+        if self.model_type == "qwen3_moe":
+            positive += ["num_experts", "moe_router_topk", "moe_ffn_hidden_size"]
+        for name in positive:
+            if not getattr(self, name) > 0:
+                raise _geometry(f"{name} must be above 0", f"{name} = {getattr(self, name)}")
+        if self.num_attention_heads % self.num_query_groups:
+            raise _geometry(
+                "the query heads must be a multiple of the key-value heads",
+                f"num_attention_heads {self.num_attention_heads}, num_key_value_heads {self.num_query_groups}",
+            )
+        if self.head_dim % 2:
+            raise _geometry("head_dim must be even, RoPE turns channels in pairs", f"head_dim = {self.head_dim}")
+        if self.moe_router_topk > self.num_experts:
+            raise _geometry(
+                "a token cannot go to more experts than there are",
+                f"num_experts_per_tok {self.moe_router_topk}, num_experts {self.num_experts}",
+            )
+        if any(not 0 <= token < self.vocab_size for token in self.eos_token_id):
+            raise _geometry(
+                "eos_token_id must lie in the vocabulary",
+                f"eos_token_id {list(self.eos_token_id)}, vocab_size {self.vocab_size}",
+            )
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether the layers have experts."""
+        return self.num_experts > 0
+
+    @property
+    def qkv_rows(self) -> int:
+        """Rows of the fused QKV weight: (query heads + 2 x key-value heads) x head_dim."""
+        return (self.num_attention_heads + 2 * self.num_query_groups) * self.head_dim
+
+    @classmethod
+    def from_hf_config(cls, config: Mapping[str, Any], source: str = "config.json") -> ModelShape:
+        """The shape that the contents of a `config.json` describe.
+
+        Args:
+            config: the parsed file, in the official or in transformers 5's spelling.
+            source: where it came from, for messages.
+
+        Raises:
+            ConfigError: a key is missing, wrong, unknown or not supported; the message names it.
+        """
+        return cls(**translate(config, source))
+
+
+def read_model_shape(directory: str | Path) -> ModelShape:
+    """The shape of the model in a directory.
+
+    Args:
+        directory: a Hugging Face directory, a Megatron checkpoint directory or one iteration inside it.
+
+    Raises:
+        ConfigError: there is no such directory, no readable `config.json` in it, or the model is not supported.
+    """
+    path = find_config_file(directory)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            "config.json must be valid JSON",
+            seen=f"{path}, line {error.lineno}: {error.msg}",
+            fix="correct the file or fetch it again",
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("config.json must be a readable UTF-8 file", seen=f"{path}: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError("config.json must hold one JSON object", seen=f"{path} holds a {type(config).__name__}")
+    return ModelShape.from_hf_config(config, source=str(path))
+
+
+def find_config_file(directory: str | Path) -> Path:
+    """`config.json` of a Hugging Face directory, or the copy that a Megatron checkpoint carries under `hf/`.
+
+    Raises:
+        ConfigError: the directory or the file does not exist.
+    """
+    root = Path(directory)
+    if not root.is_dir():
+        raise ConfigError(
+            "the model must be a directory on this machine",
+            seen=f"{root} " + ("is a file" if root.exists() else "does not exist"),
+            fix="give the path of a Hugging Face model or of a Megatron checkpoint",
+        )
+    if (root / "config.json").is_file():
+        return root / "config.json"
+    iteration = iteration_directory(root) if (root / TRACKER).is_file() else root
+    if (iteration / "hf" / "config.json").is_file():
+        return iteration / "hf" / "config.json"
+    raise ConfigError(
+        f"a model directory holds config.json (Hugging Face) or {TRACKER} (Megatron checkpoint)",
+        seen=f"neither config.json nor hf/config.json in {iteration}",
+        fix="give the directory that holds it",
+    )
+
+
+def iteration_directory(root: Path) -> Path:
+    """The directory that the tracker file of a Megatron checkpoint names: `release` or `iter_0000200`.
+
+    Raises:
+        ConfigError: the tracker names neither a release nor an iteration, or that directory is not there.
+    """
+    tracker = root / TRACKER
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    if text != "release" and not (text.isascii() and text.isdigit()):
+        raise ConfigError(
+            "the tracker file must hold an iteration number or the word release",
+            seen=f"{tracker} holds {text[:80]!r}",
+            fix="write the number of a complete iteration into it",
+        )
+    iteration = root / ("release" if text == "release" else f"iter_{int(text):07d}")
+    if not iteration.is_dir():
+        raise ConfigError(
+            "the iteration that the tracker file names must exist",
+            seen=f"{tracker} says {text}, {iteration} does not exist",
+            fix="write the number of a complete iteration into the tracker file",
+        )
+    return iteration
+
+
+def _geometry(rule: str, seen: str) -> ConfigError:
+    return ConfigError(rule, seen=seen, fix="correct config.json")
