@@ -1,0 +1,36 @@
+"""The one table of other names for our flags: ms-swift v3 and v4, and Megatron where it differs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """Another name of the field ``field``; ``values`` translates true and false when the form differs too."""
+
+    field: str
+    values: Mapping[bool, str] | None = None
+
+
+ALIASES: dict[str, Alias] = {
+    "model": Alias("load"),  # ms-swift v3 and v4: Hugging Face weights
+    "mcore_model": Alias("load"),  # ms-swift v4: torch_dist weights
+    "use_flash_attn": Alias("attention_backend", {True: "flash", False: "auto"}),  # ms-swift v3, Megatron
+    "seq_length": Alias("max_length"),  # ms-swift v3, Megatron
+    "dataloader_num_workers": Alias("num_workers"),  # ms-swift v4
+    "eval_steps": Alias("eval_interval"),  # ms-swift v4
+    "logging_steps": Alias("log_interval"),  # ms-swift v4
+    "output_dir": Alias("save"),  # ms-swift v4
+    "save_steps": Alias("save_interval"),  # ms-swift v4
+    "save_safetensors": Alias("save_hf"),  # ms-swift v3 and v4
+}
+
+
+def aliases_by_field() -> dict[str, tuple[str, ...]]:
+    """Field name -> its other names."""
+    grouped: dict[str, tuple[str, ...]] = {}
+    for name, alias in ALIASES.items():
+        grouped[alias.field] = (*grouped.get(alias.field, ()), name)
+    return grouped

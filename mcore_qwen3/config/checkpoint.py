@@ -1,0 +1,22 @@
+"""What is written, and what an earlier run left to continue from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mcore_qwen3.config.flags import flag
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointFlags:
+    """Checkpoints: what is written, and what is continued."""
+
+    save: str | None = flag(None, "folder to write to; unset: megatron_output/<name of load>")
+    save_interval: int = flag(500, "steps between checkpoints; the last step is always saved", at_least=1)
+    save_hf: bool = flag(False, "write a Hugging Face folder beside every checkpoint")
+    no_save_optim: bool = flag(False, "leave the optimizer state out: smaller, but it cannot be continued exactly")
+    no_save_rng: bool = flag(False, "leave the random states out")
+    no_load_optim: bool = flag(False, "continue without the saved optimizer state: moments start at zero")
+    no_load_rng: bool = flag(False, "continue without the saved random states")
+    finetune: bool = flag(True, "how --load is read: true: weights only, step 0; false: step and state as well")
+    resume: str = flag("auto", "auto: continue a complete checkpoint in save; never; or the checkpoint's path")

@@ -1,0 +1,60 @@
+"""Rules between flags that need nothing but their values."""
+
+from __future__ import annotations
+
+from mcore_qwen3.config.run import RunConfig
+from mcore_qwen3.errors import ConfigError
+
+_REQUIRED = {"sft": ("load", "dataset", "train_iters")}
+_MEANING = {
+    "load": "a checkpoint",
+    "dataset": "at least one file of training rows",
+    "train_iters": "the steps to train",
+}
+
+
+def check(config: RunConfig, command: str) -> None:
+    """Raise ConfigError for the first broken rule; limits of single values are checked when they are read."""
+    given = {
+        "load": config.model.load,
+        "dataset": config.data.dataset,
+        "train_iters": config.train.train_iters,
+    }
+    for name in _REQUIRED[command]:
+        if not given[name]:
+            raise ConfigError(f"megatron {command} needs --{name}", fix=f"name {_MEANING[name]} with --{name}")
+    _check_schedule(config)
+
+
+def warmup_iters(config: RunConfig) -> int:
+    """Steps of the warm-up: lr_warmup_iters, or lr_warmup_fraction of lr_decay_iters (rounded down)."""
+    fraction = config.optim.lr_warmup_fraction
+    return config.optim.lr_warmup_iters if fraction is None else int(fraction * decay_iters(config))
+
+
+def decay_iters(config: RunConfig) -> int:
+    """Step at which min_lr is reached: lr_decay_iters, or train_iters where that is unset."""
+    iters = config.optim.lr_decay_iters or config.train.train_iters
+    assert iters is not None, "check() requires train_iters"
+    return iters
+
+
+def _check_schedule(config: RunConfig) -> None:
+    optim = config.optim
+    if optim.lr < optim.min_lr:
+        raise ConfigError("lr must not be below min_lr", seen=f"--lr {optim.lr} --min_lr {optim.min_lr}")
+    if optim.lr_warmup_fraction is not None and optim.lr_warmup_iters:
+        raise ConfigError(
+            "the warm-up is given either in steps or as a fraction",
+            seen=f"--lr_warmup_iters {optim.lr_warmup_iters} --lr_warmup_fraction {optim.lr_warmup_fraction}",
+            fix="drop one of the two",
+        )
+    # Megatron's OptimizerParamScheduler asserts the same once the model is built.
+    warmup, decay = warmup_iters(config), decay_iters(config)
+    if warmup >= decay:
+        source = "lr_decay_iters" if optim.lr_decay_iters else "train_iters"
+        raise ConfigError(
+            "the warm-up must be shorter than the decay",
+            seen=f"--lr_warmup_iters {warmup}, {source} {decay}",
+            fix=f"--lr_warmup_iters {decay - 1} or less, or a larger --{source}",
+        )

@@ -1,0 +1,89 @@
+"""The one table of flags that do nothing in a run, so that each is said once instead of being ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mcore_qwen3.config.run import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What the flags alone do not tell: the model, the machine, and whether an earlier run is continued."""
+
+    is_moe: bool
+    device: str
+    resumes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Effect:
+    flags: tuple[str, ...]
+    because: str
+    idle: Callable[[RunConfig, Facts], bool]
+
+
+_TABLE = (
+    _Effect(
+        ("moe_shared_expert_overlap",),
+        "Qwen3 has no shared expert",
+        lambda config, facts: facts.is_moe and config.model.moe_shared_expert_overlap,
+    ),
+    _Effect(
+        ("moe_grouped_gemm", "moe_shared_expert_overlap", "moe_aux_loss_coeff", "expert_tensor_parallel_size"),
+        "the model is dense",
+        lambda config, facts: not facts.is_moe,
+    ),
+    _Effect(
+        ("sequence_parallel",),
+        "tensor_model_parallel_size is 1",
+        lambda config, facts: config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1,
+    ),
+    _Effect(
+        ("attention_backend",),
+        "on CPU torch's scaled_dot_product_attention is used",
+        lambda config, facts: facts.device == "cpu" and config.model.attention_backend != "auto",
+    ),
+    _Effect(
+        ("recompute_method", "recompute_num_layers"),
+        "recompute_granularity is none",
+        lambda config, facts: config.model.recompute_granularity == "none",
+    ),
+    _Effect(
+        ("min_lr",),
+        "lr_decay_style is constant",
+        lambda config, facts: config.optim.lr_decay_style == "constant" and config.optim.min_lr > 0,
+    ),
+    _Effect(
+        ("split_dataset_ratio",),
+        "val_dataset is given, so nothing is split off",
+        lambda config, facts: bool(config.data.val_dataset) and config.data.split_dataset_ratio > 0,
+    ),
+    _Effect(
+        ("eval_interval", "val_dataset", "split_dataset_ratio"),
+        "eval_iters is 0",
+        lambda config, facts: config.train.eval_iters == 0,
+    ),
+    _Effect(
+        ("no_load_optim", "no_load_rng"),
+        "no earlier run is continued",
+        lambda config, facts: not facts.resumes,
+    ),
+    _Effect(
+        ("finetune",),
+        "an earlier run is continued, so --load is not read",
+        lambda config, facts: facts.resumes,
+    ),
+)
+
+
+def flags_without_effect(config: RunConfig, explicit: frozenset[str], facts: Facts) -> list[str]:
+    """One line for each flag that the user set and that does nothing in this run, in the order of the table."""
+    lines: dict[str, str] = {}
+    for effect in _TABLE:
+        if effect.idle(config, facts):
+            for name in effect.flags:
+                if name in explicit:
+                    lines.setdefault(name, f"--{name} has no effect in this run: {effect.because}")
+    return list(lines.values())

@@ -1,0 +1,52 @@
+"""Each flag that does nothing in a run is said once, and only if the user set it."""
+
+import pytest
+
+from mcore_qwen3.config import Facts, flags_without_effect, iter_flags, parse_args
+from mcore_qwen3.config.effects import _TABLE
+
+MOE_GPU = Facts(is_moe=True, device="cuda", resumes=True)
+BASE = ["--load", "m", "--dataset", "a", "--train_iters", "20"]
+
+
+def lines(words: str, facts: Facts = MOE_GPU) -> list[str]:
+    parsed = parse_args([*BASE, *words.split()], "sft")
+    return flags_without_effect(parsed.config, parsed.explicit, facts)
+
+
+@pytest.mark.parametrize(
+    ("words", "changes", "flag", "because"),
+    [
+        ("--moe_shared_expert_overlap true", {}, "moe_shared_expert_overlap", "no shared expert"),
+        ("--moe_aux_loss_coeff 0.01", {"is_moe": False}, "moe_aux_loss_coeff", "dense"),
+        ("--moe_grouped_gemm true", {"is_moe": False}, "moe_grouped_gemm", "dense"),
+        ("--expert_tensor_parallel_size 1", {"is_moe": False}, "expert_tensor_parallel_size", "dense"),
+        ("--sequence_parallel true", {}, "sequence_parallel", "tensor_model_parallel_size is 1"),
+        ("--attention_backend flash", {"device": "cpu"}, "attention_backend", "on CPU"),
+        ("--recompute_num_layers 2", {}, "recompute_num_layers", "recompute_granularity is none"),
+        ("--min_lr 1e-6 --lr_decay_style constant", {}, "min_lr", "constant"),
+        ("--val_dataset v --split_dataset_ratio 0.1", {}, "split_dataset_ratio", "val_dataset"),
+        ("--eval_interval 5 --eval_iters 0", {}, "eval_interval", "eval_iters is 0"),
+        ("--no_load_optim true", {"resumes": False}, "no_load_optim", "no earlier run"),
+        ("--finetune true", {"resumes": True}, "finetune", "--load is not read"),
+    ],
+)
+def test_said_once_with_the_reason(words: str, changes: dict, flag: str, because: str) -> None:
+    facts = Facts(**({"is_moe": True, "device": "cuda", "resumes": True} | changes))
+    (line,) = lines(words, facts)
+    assert line.startswith(f"--{flag} has no effect in this run: ") and because in line
+
+
+def test_dense_model_hides_the_second_reason() -> None:
+    found = lines("--moe_shared_expert_overlap true", Facts(is_moe=False, device="cuda", resumes=True))
+    assert found == ["--moe_shared_expert_overlap has no effect in this run: the model is dense"]
+
+
+def test_nothing_is_said_of_flags_that_work_or_were_not_set() -> None:
+    assert lines("--sequence_parallel true --tensor_model_parallel_size 2 --moe_aux_loss_coeff 0.01") == []
+    assert lines("", Facts(is_moe=False, device="cpu", resumes=False)) == []
+
+
+def test_the_table_names_flags_only() -> None:
+    names = {flag.name for flag in iter_flags()}
+    assert [name for effect in _TABLE for name in effect.flags if name not in names] == []

@@ -1,0 +1,165 @@
+"""What flags there are, their defaults, other names, help, and the way to YAML and back."""
+
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+import yaml
+
+from mcore_qwen3.config import (
+    RunConfig,
+    decay_iters,
+    iter_flags,
+    parse_args,
+    to_flat_dict,
+    to_yaml,
+    warmup_iters,
+    with_values,
+)
+from mcore_qwen3.config.aliases import ALIASES
+
+# name: (our default, ms-swift 4's default where it differs, why). Same defaults carry no second and third entry.
+DEFAULTS: dict[str, tuple[object, ...]] = {
+    "load": (None,),
+    "transformer_impl": ("auto", "transformer_engine", "runs without transformer-engine too"),
+    "attention_backend": ("auto", "flash", "no flash kernel on CPU; on a GPU auto finds it"),
+    "bf16": (None,),
+    "moe_grouped_gemm": (True,),
+    "moe_shared_expert_overlap": (False,),
+    "moe_aux_loss_coeff": (0.0,),
+    "cross_entropy_loss_fusion": (True,),
+    "recompute_granularity": ("none", "selective", "nothing is computed twice unless asked for"),
+    "recompute_method": (None,),
+    "recompute_num_layers": (None,),
+    "tensor_model_parallel_size": (1,),
+    "pipeline_model_parallel_size": (1,),
+    "expert_model_parallel_size": (1,),
+    "expert_tensor_parallel_size": (None, 1, "unset is resolved to 1, and said, since Megatron would take TP"),
+    "sequence_parallel": (False,),
+    "dataset": ((),),
+    "val_dataset": ((),),
+    "split_dataset_ratio": (0.0,),
+    "max_length": (None,),
+    "packing": (False,),
+    "truncation_strategy": ("delete",),
+    "num_workers": (4,),
+    "dataset_num_proc": (1,),
+    "data_cache_path": (None,),
+    "micro_batch_size": (1,),
+    "global_batch_size": (16,),
+    "train_iters": (None,),
+    "eval_iters": (-1,),
+    "eval_interval": (None,),
+    "log_interval": (5,),
+    "seed": (42,),
+    "exit_grace": (900, "no such flag", "a stop signal saves first"),
+    "exit_code_on_signal": (0, "no such flag", "a stop signal saves first"),
+    "lr": (1e-5,),
+    "min_lr": (0.0,),
+    "lr_decay_style": ("cosine",),
+    "lr_decay_iters": (None,),
+    "lr_warmup_iters": (0,),
+    "lr_warmup_fraction": (None,),
+    "weight_decay": (0.1,),
+    "adam_beta1": (0.9,),
+    "adam_beta2": (0.95,),
+    "adam_eps": (1e-8,),
+    "clip_grad": (1.0,),
+    "save": (None,),
+    "save_interval": (500,),
+    "save_hf": (False, True, "a checkpoint is one torch_dist folder; convert writes the other form at any time"),
+    "no_save_optim": (False,),
+    "no_save_rng": (False,),
+    "no_load_optim": (False,),
+    "no_load_rng": (False,),
+    "finetune": (True,),
+    "resume": ("auto", "no such flag", "the same command continues a run"),
+    "device": ("auto", "no such flag", "runs on CPU too"),
+    "dry_run": (False, "no such flag", "prints the plan"),
+}
+
+
+def test_defaults_are_pinned() -> None:
+    assert {flag.name: flag.default for flag in iter_flags()} == {name: row[0] for name, row in DEFAULTS.items()}
+    assert [name for name, row in DEFAULTS.items() if len(row) not in (1, 3)] == []
+
+
+def test_names_are_unique_and_documented() -> None:
+    names = [flag.name for flag in iter_flags()]
+    assert len(names) == len(set(names))
+    assert [flag.name for flag in iter_flags() if len(flag.help) < 10] == []
+    assert [flag.section for flag in iter_flags() if flag.section not in {f.name for f in fields(RunConfig)}] == []
+
+
+def test_every_alias_names_a_flag_and_is_none() -> None:
+    names = {flag.name for flag in iter_flags()}
+    assert {alias.field for alias in ALIASES.values()} <= names
+    assert set(ALIASES) & names == set()
+    assert dict.fromkeys(("model", "mcore_model")) == dict.fromkeys(
+        next(flag for flag in iter_flags() if flag.name == "load").aliases
+    )
+
+
+def test_sections_cannot_get_a_phantom_field() -> None:
+    config = RunConfig()
+    with pytest.raises(AttributeError):
+        object.__setattr__(config.optim, "learning_rate", 1.0)
+    with pytest.raises(TypeError):
+        type(config.optim)(1e-5)  # keyword only
+
+
+def test_yaml_reads_back_to_an_equal_run(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    config = with_values(
+        RunConfig(),
+        {
+            "load": "模型 dir: #1",
+            "dataset": ("a b.jsonl", "true"),
+            "train_iters": 7,
+            "lr": 3.3e-5,
+            "adam_eps": 1e-12,
+            "packing": True,
+            "bf16": False,
+            "lr_warmup_fraction": 0.1,
+            "save": "1e-5",
+            "resume": "null",
+        },
+    )
+    file = tmp_path / "run.yaml"
+    file.write_text(to_yaml(config), encoding="utf-8")
+    assert parse_args(["--config", str(file)], "sft").config == config
+    assert yaml.safe_load(to_yaml(config)) == to_flat_dict(config)
+
+
+def test_with_values_refuses_a_name_that_is_no_flag() -> None:
+    with pytest.raises(KeyError, match="learning_rate"):
+        with_values(RunConfig(), {"learning_rate": 1.0})
+
+
+def test_warm_up_in_steps() -> None:
+    config = with_values(RunConfig(), {"train_iters": 100, "lr_warmup_fraction": 0.25})
+    assert (decay_iters(config), warmup_iters(config)) == (100, 25)
+    config = with_values(config, {"lr_decay_iters": 10})
+    assert (decay_iters(config), warmup_iters(config)) == (10, 2)
+    config = with_values(config, {"lr_warmup_fraction": None, "lr_warmup_iters": 3})
+    assert warmup_iters(config) == 3
+
+
+def test_help_is_grouped_and_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_args(["--help"], "sft")
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert [flag.name for flag in iter_flags() if f"--{flag.name} " not in text] == []
+    for heading in ("Model:", "Layout:", "Data:", "Training:", "Optimizer:", "Checkpoints:", "Start:"):
+        assert heading in text
+    assert "also --output_dir" in text
+
+
+def test_config_imports_no_heavy_library() -> None:
+    code = (
+        "import sys, mcore_qwen3.config; "
+        "print(sorted({'torch', 'megatron', 'transformers', 'numpy'} & {name.partition('.')[0] for name in sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
