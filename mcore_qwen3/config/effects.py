@@ -1,4 +1,7 @@
-"""The one table of flags that do nothing in a run, so that each is said once instead of being ignored."""
+"""The one table of flags that do nothing in a run, so that each is said once instead of being ignored.
+
+``sequence_parallel`` is not here: ``arch.resolve_layout`` switches it off at TP 1, and says so.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,6 @@ _TABLE = (
         ("moe_grouped_gemm", "moe_shared_expert_overlap", "moe_aux_loss_coeff", "expert_tensor_parallel_size"),
         "the model is dense",
         lambda config, facts: not facts.is_moe,
-    ),
-    _Effect(
-        ("sequence_parallel",),
-        "tensor_model_parallel_size is 1",
-        lambda config, facts: config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1,
     ),
     _Effect(
         ("attention_backend",),

@@ -21,7 +21,6 @@ def lines(words: str, facts: Facts = MOE_GPU) -> list[str]:
         ("--moe_aux_loss_coeff 0.01", {"is_moe": False}, "moe_aux_loss_coeff", "dense"),
         ("--moe_grouped_gemm true", {"is_moe": False}, "moe_grouped_gemm", "dense"),
         ("--expert_tensor_parallel_size 1", {"is_moe": False}, "expert_tensor_parallel_size", "dense"),
-        ("--sequence_parallel true", {}, "sequence_parallel", "tensor_model_parallel_size is 1"),
         ("--attention_backend flash", {"device": "cpu"}, "attention_backend", "on CPU"),
         ("--recompute_num_layers 2", {}, "recompute_num_layers", "recompute_granularity is none"),
         ("--min_lr 1e-6 --lr_decay_style constant", {}, "min_lr", "constant"),
