@@ -1,0 +1,223 @@
+"""Start torchrun and stay beside it: signals reach the ranks, one failed rank ends all, and nothing is left behind.
+
+torchrun alone cannot do this: it kills its ranks 30 s after SIGTERM, whether they have saved or not; a signal that it
+does not handle kills it and leaves the ranks running; and after a rank has failed it waits 30 s for ranks that hang in a
+collective. So torchrun and the ranks start with these signals ignored, and the supervisor decides.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mcore_qwen3.launch.environment import LaunchPlan
+from mcore_qwen3.launch.failures import SilentDeath, exit_code_of, failure_exit_code, failure_text, first_failure
+from mcore_qwen3.launch.processes import (
+    Process,
+    descendants,
+    kill_group,
+    read_processes,
+    send_signal,
+    wait_until_gone,
+)
+from mcore_qwen3.launch.rank_report import EXIT_FAULT, STOP_SIGNALS, first_error, read_done, read_errors, request_stop
+from mcore_qwen3.launch.torchrun import child_environment, torchrun_command
+
+_POLL_SECONDS = 0.2
+_ONE_REQUEST_SECONDS = 5.0  # SLURM signals every process, and people press Ctrl-C twice: one request
+_AFTER_FAILURE_SECONDS = 3.0  # for the other ranks to report and end by themselves
+_LEFTOVER_SECONDS = 2.0  # for helper processes of ranks that have ended in order
+_KILLED_SECONDS = 10.0  # for the kernel to free what killed processes held
+
+
+def run(
+    plan: LaunchPlan,
+    module_argv: Sequence[str],
+    *,
+    exit_grace: float,
+    exit_code_on_signal: int,
+    extra_env: Mapping[str, str],
+) -> int:
+    """Run this node's ranks to their end and return the exit code of the job. Call it in the main thread.
+
+    SIGTERM, SIGINT and SIGUSR1 ask the ranks to save and stop; within 5 s they count as one request. A later SIGINT
+    kills everything at once. When a rank fails, the others have 3 s, then they are killed; the first failure is printed
+    last. When this process is killed, the kernel kills torchrun and the ranks (Linux).
+
+    Args:
+        plan: from `resolve_environment`.
+        module_argv: what each rank runs, see `torchrun_command`. It must call `rank_main`.
+        exit_grace: seconds that the ranks have to save and stop after a request.
+        exit_code_on_signal: exit code when all ranks ended in order after a request.
+        extra_env: added to the environment of the ranks.
+
+    Returns:
+        0; `exit_code_on_signal`; the highest code a rank gave to `rank_main`; 2 after an error that the user can mend;
+        1 after any other failure.
+    """
+    command = torchrun_command(plan, module_argv)
+    with tempfile.TemporaryDirectory(prefix="mcore_qwen3_run_") as folder:
+        environment, lines = child_environment(plan, os.environ, Path(folder), extra_env)
+        for line in [*plan.notes, plan.describe(), *lines, f"starting {shlex.join(command)}"]:
+            _say(line)
+        return _Supervisor(plan, Path(folder), exit_grace, exit_code_on_signal).run(command, environment)
+
+
+def _say(text: str) -> None:
+    print(f"launcher: {text}", file=sys.stderr, flush=True)
+
+
+class _Supervisor:
+    """The state of one run. Times are time.monotonic(), but `_seen_at`, which is compared with the ranks' own reports."""
+
+    def __init__(self, plan: LaunchPlan, run_dir: Path, exit_grace: float, exit_code_on_signal: int) -> None:
+        self._plan, self._run_dir = plan, run_dir
+        self._exit_grace, self._exit_code_on_signal = exit_grace, exit_code_on_signal
+        self._torchrun: subprocess.Popen[bytes]
+        self._signals: list[tuple[int, float]] = []  # received, not yet looked at
+        self._ranks: list[Process] = []  # of this node, in rank order, complete once torchrun has started all
+        self._ended: set[int] = set()  # pids of ranks whose end has been seen
+        self._deaths: list[SilentDeath] = []
+        self._seen_at = time.time()  # when the ranks were last looked at
+        self._stop: tuple[str, float] | None = None  # the signal that asked the ranks to stop, and when
+        self._failed_at: float | None = None
+        self._kill_now = False
+        self._verdict: tuple[str, int] | None = None  # the last line and the exit code of a run that was cut short
+
+    def run(self, command: list[str], environment: dict[str, str]) -> int:
+        """Start torchrun, watch it to its end, and say how it ended."""
+        before = {signum: signal.signal(signum, self._receive) for signum in STOP_SIGNALS}
+        shield = [command[0], "-m", "mcore_qwen3.launch.shielded_exec", str(os.getpid()), *command]
+        try:
+            self._torchrun = subprocess.Popen(shield, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+            try:
+                self._watch()
+            finally:
+                self._leave_nothing()
+            return self._conclude()
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    def _receive(self, signum: int, frame: object) -> None:
+        self._signals.append((signum, time.monotonic()))
+
+    def _watch(self) -> None:
+        """Return when torchrun has ended, or when everything is to be killed."""
+        while self._torchrun.poll() is None:
+            if len(self._ranks) < self._plan.nproc_per_node:
+                self._find_ranks()
+            self._look_at_ranks()
+            self._look_at_signals()
+            self._look_at_clock()
+            if self._kill_now:
+                return
+            time.sleep(_POLL_SECONDS)
+        self._look_at_ranks()
+
+    def _find_ranks(self) -> None:
+        """torchrun starts each rank as the leader of a new session, in rank order; other children it has are not."""
+        parent = self._torchrun.pid
+        children = [row for row in read_processes().values() if row.parent == parent and row.group == row.pid]
+        self._ranks = sorted(children, key=lambda row: (row.started.zfill(20), row.pid))
+
+    def _look_at_ranks(self) -> None:
+        """Notice ranks that have failed: by their report, or by having ended without one."""
+        now = time.time()
+        table = read_processes([rank.pid for rank in self._ranks])
+        if (self._torchrun.poll() or 0) < 0:  # the ranks died because torchrun was killed
+            return
+        # Read after the table: a rank that was seen to have ended wrote its report before.
+        reported = {done.pid for done in read_done(self._run_dir)}
+        reported |= {error.pid for error in read_errors(self._run_dir)}
+        for rank, process in zip(self._plan.node_ranks, self._ranks, strict=False):
+            row = table.get(process.pid)
+            running = row is not None and row.started == process.started and not row.zombie
+            if running or process.pid in self._ended:
+                continue
+            self._ended.add(process.pid)
+            if process.pid not in reported:
+                status = row.wait_status if row is not None and row.zombie else None
+                self._deaths.append(SilentDeath(rank, process.pid, exit_code_of(status), self._seen_at))
+        self._seen_at = now
+        failure = first_failure(first_error(self._run_dir), self._deaths)
+        if failure is not None and self._failed_at is None:
+            self._failed_at = time.monotonic()
+            _say(f"rank {failure.rank} failed; the other ranks have {_AFTER_FAILURE_SECONDS:g} s to end")
+
+    def _look_at_signals(self) -> None:
+        """Pass the first signal on; a Ctrl-C more than 5 s later kills. Before the first rank there is nothing to save."""
+        signals, self._signals = self._signals, []
+        for signum, received_at in signals:
+            if self._stop is None:
+                self._ask_to_stop(signum, received_at)
+            elif signum == signal.SIGINT and received_at - self._stop[1] > _ONE_REQUEST_SECONDS:
+                self._kill_now = True
+                self._verdict = ("second Ctrl-C: the ranks were killed before they had ended by themselves", EXIT_FAULT)
+
+    def _ask_to_stop(self, signum: int, received_at: float) -> None:
+        name = signal.Signals(signum).name
+        self._stop = (name, received_at)
+        if not self._ranks:
+            self._kill_now = True
+            self._verdict = (f"{name} before any rank had started: stopped", self._exit_code_on_signal)
+            return
+        request_stop(self._run_dir, signum)
+        for process in self._ranks:
+            if process.pid not in self._ended:
+                send_signal(process.pid, signum)
+        _say(
+            f"{name}: the ranks are asked to save and stop, and have {self._exit_grace:g} s; "
+            f"Ctrl-C after more than {_ONE_REQUEST_SECONDS:g} s kills them at once"
+        )
+
+    def _look_at_clock(self) -> None:
+        now = time.monotonic()
+        if self._failed_at is not None and now - self._failed_at > _AFTER_FAILURE_SECONDS:
+            self._kill_now = True
+        elif self._stop is not None and now - self._stop[1] > self._exit_grace:
+            self._kill_now = True
+            limit = f"within {self._exit_grace:g} s after {self._stop[0]} (exit_grace)"
+            self._verdict = (f"the ranks did not end {limit}: they were killed", EXIT_FAULT)
+
+    def _leave_nothing(self) -> None:
+        """End what is left of torchrun, the ranks and their helpers; at once unless all ended in order."""
+        groups = [self._torchrun.pid, *(process.pid for process in self._ranks)]
+        if self._torchrun.poll() == 0 and wait_until_gone(groups, _LEFTOVER_SECONDS):
+            return
+        below = descendants(groups)
+        for group in groups:  # torchrun first: its long table of what happened to the ranks would only hide the reason
+            kill_group(group)
+        for pid in below:
+            send_signal(pid, signal.SIGKILL)
+        self._torchrun.wait()
+        if not wait_until_gone(groups, _KILLED_SECONDS):
+            _say(f"processes of these groups do not end although killed: {groups}; the kernel or a device holds them")
+
+    def _conclude(self) -> int:
+        """Say how it ended, the most important last, and give the exit code."""
+        failure = first_failure(first_error(self._run_dir), self._deaths)
+        if failure is not None:
+            _say(failure_text(failure))
+            return failure_exit_code(failure)
+        if self._verdict is not None:
+            _say(self._verdict[0])
+            return self._verdict[1]
+        if self._torchrun.returncode != 0:
+            how = f"exit code {self._torchrun.returncode}; its own message is above"
+            if self._torchrun.returncode < 0:
+                how = f"killed by signal {-self._torchrun.returncode}; the ranks were killed with it"
+            _say(f"torchrun (pid {self._torchrun.pid}) failed, and no rank reported an error: {how}")
+            return EXIT_FAULT
+        exit_code = max((done.exit_code for done in read_done(self._run_dir)), default=0)
+        if self._stop is not None and exit_code == 0:
+            _say(f"all ranks ended in order after {self._stop[0]}")
+            return self._exit_code_on_signal
+        return exit_code
