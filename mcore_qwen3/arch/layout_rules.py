@@ -111,10 +111,11 @@ def check_positive(degrees: Degrees) -> None:
 
 def broken_rule(degrees: Degrees, shape: ModelShape) -> ConfigError | None:
     """The error for the first rule that these sizes (each at least 1) break, or None."""
-    broken = next((rule for rule in _rules(degrees, shape) if not rule.holds), None)
-    if broken is None:
+    broken = [rule for rule in _rules(degrees, shape) if not rule.holds]
+    if not broken:
         return None
-    return ConfigError(broken.text, seen=f"{broken.seen} ({_grid(degrees)})", fix=_remedies(degrees, shape, broken))
+    first = broken[0]
+    return ConfigError(first.text, seen=f"{first.seen} ({_grid(degrees)})", fix=_remedies(degrees, shape, broken))
 
 
 def _grid(d: Degrees) -> str:
@@ -124,17 +125,23 @@ def _grid(d: Degrees) -> str:
     )
 
 
-def _remedies(degrees: Degrees, shape: ModelShape, broken: _Rule) -> str:
-    """The nearest values of each size that mend everything; where no single size can, those that mend this rule."""
+def _remedies(degrees: Degrees, shape: ModelShape, broken: list[_Rule]) -> str:
+    """The nearest values of each size that mend everything; where no single size can, those that mend the first rule.
+
+    One broken rule can always be mended alone: a size of 1, or a larger world, breaks no other rule.
+    """
+    first = broken[0]
 
     def obeys_all(candidate: Degrees) -> bool:
         return all(rule.holds for rule in _rules(candidate, shape))
 
-    def obeys_this(candidate: Degrees) -> bool:
-        return all(rule.holds for rule in _rules(candidate, shape) if rule.text == broken.text)
+    def obeys_first(candidate: Degrees) -> bool:
+        return all(rule.holds for rule in _rules(candidate, shape) if rule.text == first.text)
 
-    single = _nearest_values(degrees, shape, broken.knobs, obeys_all)
-    return single or _nearest_values(degrees, shape, broken.knobs, obeys_this)
+    if single := _nearest_values(degrees, shape, first.knobs, obeys_all):
+        return single
+    others = ", ".join(f"{rule.text} ({rule.seen})" for rule in broken[1:])
+    return f"{_nearest_values(degrees, shape, first.knobs, obeys_first)}; and mend what is broken as well: {others}"
 
 
 def _nearest_values(
