@@ -13,11 +13,17 @@ from mcore_qwen3.config.run import RunConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What the flags alone do not tell: the model, the machine, and whether an earlier run is continued."""
+    """What the flags alone do not tell.
+
+    ``resumes``: steps and state of an earlier run are read. ``reads_load``: --load is read at all.
+    ``evaluates``: there is validation data, given or split off.
+    """
 
     is_moe: bool
     device: str
     resumes: bool
+    reads_load: bool
+    evaluates: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,11 @@ _TABLE = (
         lambda config, facts: config.train.eval_iters == 0,
     ),
     _Effect(
+        ("eval_iters", "eval_interval"),
+        "there is no validation data",
+        lambda config, facts: not facts.evaluates and config.train.eval_iters != 0,
+    ),
+    _Effect(
         ("no_load_optim", "no_load_rng"),
         "no earlier run is continued",
         lambda config, facts: not facts.resumes,
@@ -71,7 +82,7 @@ _TABLE = (
     _Effect(
         ("finetune",),
         "an earlier run is continued, so --load is not read",
-        lambda config, facts: facts.resumes,
+        lambda config, facts: not facts.reads_load,
     ),
 )
 

@@ -1,11 +1,13 @@
 """Each flag that does nothing in a run is said once, and only if the user set it."""
 
+import dataclasses
+
 import pytest
 
 from mcore_qwen3.config import Facts, flags_without_effect, iter_flags, parse_args
 from mcore_qwen3.config.effects import _TABLE
 
-MOE_GPU = Facts(is_moe=True, device="cuda", resumes=True)
+MOE_GPU = Facts(is_moe=True, device="cuda", resumes=True, reads_load=True, evaluates=True)
 BASE = ["--load", "m", "--dataset", "a", "--train_iters", "20"]
 
 
@@ -27,23 +29,23 @@ def lines(words: str, facts: Facts = MOE_GPU) -> list[str]:
         ("--val_dataset v --split_dataset_ratio 0.1", {}, "split_dataset_ratio", "val_dataset"),
         ("--eval_interval 5 --eval_iters 0", {}, "eval_interval", "eval_iters is 0"),
         ("--no_load_optim true", {"resumes": False}, "no_load_optim", "no earlier run"),
-        ("--finetune true", {"resumes": True}, "finetune", "--load is not read"),
+        ("--finetune true", {"reads_load": False}, "finetune", "--load is not read"),
+        ("--eval_iters 5", {"evaluates": False}, "eval_iters", "no validation data"),
     ],
 )
 def test_said_once_with_the_reason(words: str, changes: dict, flag: str, because: str) -> None:
-    facts = Facts(**({"is_moe": True, "device": "cuda", "resumes": True} | changes))
-    (line,) = lines(words, facts)
+    (line,) = lines(words, dataclasses.replace(MOE_GPU, **changes))
     assert line.startswith(f"--{flag} has no effect in this run: ") and because in line
 
 
 def test_dense_model_hides_the_second_reason() -> None:
-    found = lines("--moe_shared_expert_overlap true", Facts(is_moe=False, device="cuda", resumes=True))
+    found = lines("--moe_shared_expert_overlap true", dataclasses.replace(MOE_GPU, is_moe=False))
     assert found == ["--moe_shared_expert_overlap has no effect in this run: the model is dense"]
 
 
 def test_nothing_is_said_of_flags_that_work_or_were_not_set() -> None:
     assert lines("--sequence_parallel true --tensor_model_parallel_size 2 --moe_aux_loss_coeff 0.01") == []
-    assert lines("", Facts(is_moe=False, device="cpu", resumes=False)) == []
+    assert lines("", Facts(is_moe=False, device="cpu", resumes=False, reads_load=False, evaluates=False)) == []
 
 
 def test_the_table_names_flags_only() -> None:

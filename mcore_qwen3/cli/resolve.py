@@ -1,0 +1,196 @@
+"""A parsed command line and a number of ranks -> the run with nothing left open. Shared by parent, dry run and ranks.
+
+No torch. The same flags, environment and files give the same answer in each process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_qwen3.arch import (
+    BatchPlan,
+    ModelShape,
+    ParallelLayout,
+    find_config_file,
+    read_model_shape,
+    resolve_batch,
+    resolve_layout,
+)
+from mcore_qwen3.cli.resume import ResumePoint, check_optimizer_state, find_resume_point
+from mcore_qwen3.config import Facts, ParsedRun, RunConfig, flags_without_effect, with_values
+from mcore_qwen3.errors import ConfigError
+from mcore_qwen3.launch import count_gpus
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResolvedRun:
+    """Everything that is known before torch is imported.
+
+    ``config`` has every field filled in but these: ``transformer_impl`` stays ``auto`` on a GPU (only a rank can
+    import transformer-engine), and ``recompute_*`` and ``lr_warmup_fraction`` stay None where they are not in use.
+    ``vocab_size`` is the model's own, without padding. ``hf_files`` holds config.json and the tokenizer.
+    ``resume`` is the checkpoint to continue. ``notes`` are lines to print once.
+    """
+
+    command: str
+    config: RunConfig
+    shape: ModelShape
+    layout: ParallelLayout
+    batch: BatchPlan
+    hf_files: Path
+    resume: ResumePoint | None
+    notes: tuple[str, ...]
+
+    @property
+    def finished(self) -> bool:
+        """Whether the checkpoint to continue already has all steps of this run."""
+        return self.resume is not None and self.resume.iteration >= train_iters(self.config)
+
+
+def train_iters(config: RunConfig) -> int:
+    """Steps of the whole run; parsing has refused a command without."""
+    assert config.train.train_iters is not None
+    return config.train.train_iters
+
+
+def resolve_device(config: RunConfig, environ: Mapping[str, str]) -> str:
+    """``cpu`` or ``cuda``. A dry run may plan for GPUs that this machine does not have.
+
+    Raises:
+        ConfigError: ``--device cuda`` where no GPU is seen.
+    """
+    gpus = count_gpus(environ)
+    if config.launch.device == "cuda" and not gpus and not config.launch.dry_run:
+        visible = environ.get("CUDA_VISIBLE_DEVICES")
+        seen = "no GPU" if visible is None else f"CUDA_VISIBLE_DEVICES={visible}"
+        raise ConfigError("--device cuda needs an NVIDIA GPU", seen=seen, fix="--device cpu, or auto")
+    if config.launch.device == "auto":
+        return "cuda" if gpus else "cpu"
+    return config.launch.device
+
+
+def resolve(parsed: ParsedRun, world_size: int, environ: Mapping[str, str] = os.environ) -> ResolvedRun:
+    """Fill in what the user left open and check what needs the model, the number of ranks, or earlier files.
+
+    Args:
+        parsed: the command line.
+        world_size: ranks of the job.
+        environ: the environment, for the device and the cache folder.
+
+    Raises:
+        ConfigError: a rule between flags, model, ranks and files is broken.
+    """
+    config = parsed.config
+    hf_files = find_config_file(str(config.model.load)).parent
+    shape = read_model_shape(str(config.model.load))
+    parallel = config.parallel
+    layout = resolve_layout(
+        world_size,
+        tensor=parallel.tensor_model_parallel_size,
+        pipeline=parallel.pipeline_model_parallel_size,
+        expert=parallel.expert_model_parallel_size,
+        expert_tensor=parallel.expert_tensor_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        shape=shape,
+    )
+    batch = resolve_batch(config.train.micro_batch_size, config.train.global_batch_size, layout.data)
+    device = resolve_device(config, environ)
+    filled, notes = _fill(parsed, shape, layout, device, environ)
+    resume = find_resume_point(filled)
+    facts = Facts(
+        is_moe=shape.is_moe,
+        device=device,
+        resumes=resume is not None,
+        reads_load=resume is None or resume.from_load,
+        evaluates=bool(filled.data.val_dataset) or filled.data.split_dataset_ratio > 0,
+    )
+    run = ResolvedRun(
+        command=parsed.command,
+        config=filled,
+        shape=shape,
+        layout=layout,
+        batch=batch,
+        hf_files=hf_files,
+        resume=resume,
+        notes=(*parsed.notes, *layout.notes, *notes, *flags_without_effect(config, parsed.explicit, facts)),
+    )
+    if resume is not None and not run.finished:
+        check_optimizer_state(filled, resume)
+    return run
+
+
+def _fill(
+    parsed: ParsedRun, shape: ModelShape, layout: ParallelLayout, device: str, environ: Mapping[str, str]
+) -> tuple[RunConfig, list[str]]:
+    """(the config with what was open filled in, what to say about it)."""
+    config, notes = parsed.config, []
+    values: dict[str, Any] = {
+        "device": device,
+        "bf16": device == "cuda" if config.model.bf16 is None else config.model.bf16,
+        "transformer_impl": _transformer_impl(config, device),
+        "expert_tensor_parallel_size": layout.expert_tensor,
+        "sequence_parallel": layout.sequence_parallel,
+        "max_length": _max_length(config, shape),
+        "eval_interval": config.train.eval_interval or config.checkpoint.save_interval,
+        "lr_decay_iters": config.optim.lr_decay_iters or train_iters(config),
+        "save": config.checkpoint.save or f"megatron_output/{Path(str(config.model.load)).resolve().name}",
+        "data_cache_path": config.data.data_cache_path or _default_cache(environ),
+    }
+    if config.checkpoint.save is None:
+        notes.append(f"save is not set: {values['save']} is taken")
+    if config.model.recompute_granularity == "full":
+        values["recompute_method"] = config.model.recompute_method or "uniform"
+        values["recompute_num_layers"] = config.model.recompute_num_layers or 1
+        for name in ("recompute_method", "recompute_num_layers"):
+            if name not in parsed.explicit:
+                notes.append(f"{name} is not set: {values[name]} is taken")
+    ratio, note = _split_ratio(parsed)
+    values["split_dataset_ratio"] = ratio
+    return with_values(config, values), [*notes, *note]
+
+
+def _split_ratio(parsed: ParsedRun) -> tuple[float, list[str]]:
+    """(share of the training rows split off, what to say): own validation files are never mixed with training rows."""
+    config = parsed.config
+    if config.data.val_dataset:
+        return 0.0, []
+    asked = parsed.explicit & {"eval_iters", "eval_interval"} and config.train.eval_iters != 0
+    if asked and "split_dataset_ratio" not in parsed.explicit:
+        return 0.01, ["no validation data: split_dataset_ratio 0.01 is taken, 1 % of the training rows"]
+    return config.data.split_dataset_ratio, []
+
+
+def _transformer_impl(config: RunConfig, device: str) -> str:
+    chosen = config.model.transformer_impl
+    if device == "cuda":
+        return chosen
+    if chosen == "transformer_engine":
+        raise ConfigError(
+            "transformer_engine modules run on a GPU only",
+            seen="--transformer_impl transformer_engine, device cpu",
+            fix="--transformer_impl torch, or auto",
+        )
+    return "torch"
+
+
+def _max_length(config: RunConfig, shape: ModelShape) -> int:
+    limit = shape.max_position_embeddings
+    if config.data.max_length is not None and config.data.max_length > limit:
+        raise ConfigError(
+            "max_length must not be above the model's max_position_embeddings",
+            seen=f"--max_length {config.data.max_length}, max_position_embeddings {limit}",
+            fix=f"--max_length {limit} or less",
+        )
+    return config.data.max_length or limit
+
+
+def _default_cache(environ: Mapping[str, str]) -> str:
+    """``mcore_qwen3/data`` in the user's cache folder, by the XDG base directory rule: a relative path is ignored."""
+    base = Path(environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():
+        base = Path.home() / ".cache"
+    return str(base / "mcore_qwen3" / "data")

@@ -1,0 +1,82 @@
+"""``megatron sft``: check, prepare the data, start the ranks. In a process that is a rank: hand over to the rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+
+from mcore_qwen3.cli.dry_run import dry_run_lines
+from mcore_qwen3.cli.report import plan_lines
+from mcore_qwen3.cli.resolve import ResolvedRun, resolve, resolve_device, train_iters
+from mcore_qwen3.cli.resume import ways_out
+from mcore_qwen3.config import RunConfig, parse_args
+from mcore_qwen3.data.rows import local_files
+from mcore_qwen3.launch import LaunchPlan, count_gpus, is_rank, resolve_environment
+from mcore_qwen3.launch import run as run_ranks
+
+
+def run(argv: list[str]) -> int:
+    """The words after ``megatron sft`` -> exit code."""
+    parsed = parse_args(argv, "sft")
+    if parsed.config.launch.device == "cpu":
+        # Before anything imports torch, here and in the ranks: the suite runs on a machine with GPUs too.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if is_rank(os.environ):
+        from mcore_qwen3.cli.sft_rank import run_rank
+
+        return run_rank(parsed)
+    plan = launch_plan(parsed.config, os.environ)
+    resolved = resolve(parsed, plan.world_size)
+    data = resolved.config.data
+    files = [file.name for file in local_files((*data.dataset, *data.val_dataset))]
+    if resolved.config.launch.dry_run:
+        _say(dry_run_lines(resolved, files))
+        return 0
+    _say(plan_lines(resolved))
+    if resolved.finished:
+        _say([_finished_text(resolved)])
+        return 0
+    from mcore_qwen3.cli.prepare import prepare_data
+
+    _show_progress()
+    _say(prepare_data(resolved).report)
+    train = resolved.config.train
+    return run_ranks(
+        plan,
+        ["-m", "mcore_qwen3", "sft", *argv],
+        exit_grace=train.exit_grace,
+        exit_code_on_signal=train.exit_code_on_signal,
+        extra_env={},
+    )
+
+
+def launch_plan(config: RunConfig, environ: Mapping[str, str]) -> LaunchPlan:
+    """The processes of the job; NPROC_PER_NODE unset is all GPUs of the node, or 1 on CPU.
+
+    A dry run asks for sizes alone: it needs no address, no free port, and no GPU.
+    """
+    if config.launch.dry_run:
+        environ = {"NODE_RANK": "0", "MASTER_ADDR": "localhost", **environ, "MASTER_PORT": ""}
+    default = max(1, count_gpus(environ)) if resolve_device(config, environ) == "cuda" else 1
+    return resolve_environment(environ, default_nproc=default)
+
+
+def _finished_text(run: ResolvedRun) -> str:
+    assert run.resume is not None
+    return (
+        f"nothing to do: {run.resume.directory} has {run.resume.iteration} of {train_iters(run.config)} steps; to train "
+        f"on, give a larger --train_iters ({ways_out(run.resume)})"
+    )
+
+
+def _show_progress() -> None:
+    """Let this package's own log lines, such as which file is being encoded, reach the screen."""
+    logger = logging.getLogger("mcore_qwen3")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(logging.StreamHandler(sys.stdout))
+
+
+def _say(lines: list[str] | tuple[str, ...]) -> None:
+    print("\n".join(lines), flush=True)
