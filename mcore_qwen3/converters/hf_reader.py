@@ -1,0 +1,233 @@
+"""HFSource: a virtual Megatron checkpoint over the safetensors files of a Hugging Face model."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from mcore_qwen3.arch.shape import ModelShape
+from mcore_qwen3.converters.source import Bounds, Entry, WeightSource, name_some
+from mcore_qwen3.converters.table import HF_EMBEDDING, HF_HEAD, Part, Rule, fill_name, name_table
+from mcore_qwen3.errors import ConversionError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """One tensor of the files: a lazy view that reads what is sliced from it, its shape and its dtype."""
+
+    view: Any
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class HFSource(WeightSource):
+    """Torch_dist keys and slices over a Hugging Face directory. Nothing is held: each read copies the bytes it needs.
+
+    The headers alone are checked at construction: every tensor of the model is there, with its shape, and no other.
+    Both layouts of experts are read: one tensor for each expert, and transformers 5's two packed tensors for each layer.
+    A tied model may carry a copy of its embedding as `lm_head.weight`; it is compared wherever the embedding is read.
+
+    Args:
+        directory: holds `model.safetensors`, or `model.safetensors.index.json` and the files it names.
+        shape: the model these files must fit.
+
+    Raises:
+        ConversionError: files missing, damaged or at odds with their index; tensors missing, stray, or of a wrong shape
+            or dtype.
+    """
+
+    def __init__(self, directory: str | Path, shape: ModelShape) -> None:
+        self.directory = Path(directory)
+        self._tensors = _open_tensors(self.directory)
+        table = name_table(shape)
+        self._packed = any(
+            fill_name(part.packed.name, (0,)) in self._tensors for rule in table for part in rule.parts if part.packed
+        )
+        self._rules = {rule.key: rule for rule in table}
+        self._tied_head = shape.tie_word_embeddings and HF_HEAD in self._tensors
+        self._check_tensors(table)
+        entries = {rule.key: Entry(rule.shape, self._key_dtype(rule)) for rule in table}
+        super().__init__(entries, self._tensors)
+
+    def close(self) -> None:
+        self._tensors = {}
+
+    def _check_tensors(self, table: tuple[Rule, ...]) -> None:
+        """Compare names and shapes of the files with the model's."""
+        expected = {name: shape for rule in table for name, shape in self._hf_tensors(rule)}
+        if self._tied_head:
+            expected[HF_HEAD] = expected[HF_EMBEDDING]
+        missing = expected.keys() - self._tensors.keys()
+        if missing:
+            raise ConversionError(
+                "the files must hold every tensor of the model",
+                seen=f"{name_some(missing)} missing in {self.directory}",
+                fix="fetch the model again, or correct config.json if it does not describe these weights",
+            )
+        stray = self._tensors.keys() - expected.keys()
+        if stray:
+            raise ConversionError(
+                "every tensor of the files must have its place in the model",
+                seen=f"{name_some(stray)} in {self.directory}",
+                fix="give a plain Qwen3 or Qwen3-MoE checkpoint whose config.json describes its weights",
+            )
+        wrong = [name for name, shape in expected.items() if self._tensors[name].shape != shape]
+        if wrong:
+            name, found = wrong[0], self._tensors[wrong[0]].shape
+            raise ConversionError(
+                "every tensor must have the shape that config.json gives it",
+                seen=f"{name} has {found}, the model needs {expected[name]}; {len(wrong)} wrong in all",
+                fix="correct config.json, or fetch the weights that belong to it",
+            )
+
+    def _hf_tensors(self, rule: Rule) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the HF tensors behind one key, in the layout of these files."""
+        for part in rule.parts:
+            if self._packed and part.packed:
+                layers, experts = rule.stacked
+                for layer in range(layers):
+                    yield fill_name(part.packed.name, (layer,)), (experts, part.packed.rows, *rule.columns)
+            else:
+                for index in itertools.product(*(range(size) for size in rule.stacked)):
+                    yield fill_name(part.name, index), (part.rows, *rule.columns)
+
+    def _key_dtype(self, rule: Rule) -> torch.dtype:
+        """The one dtype of all tensors behind a key."""
+        dtypes: dict[torch.dtype, str] = {}
+        for name, _ in self._hf_tensors(rule):
+            dtypes.setdefault(self._tensors[name].dtype, name)
+        if self._tied_head and rule.parts[0].name == HF_EMBEDDING:
+            dtypes.setdefault(self._tensors[HF_HEAD].dtype, HF_HEAD)
+        if len(dtypes) > 1:
+            raise ConversionError(
+                "tensors that are stacked into one must have one dtype",
+                seen=", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items()),
+                fix="save the model in one dtype",
+            )
+        return next(iter(dtypes))
+
+    def _fill(self, key: str, bounds: Bounds, out: torch.Tensor) -> None:
+        rule = self._rules[key]
+        depth = len(rule.stacked)
+        rows, columns = bounds[depth], tuple(slice(low, high) for low, high in bounds[depth + 1 :])
+        segments = list(rule.segments(*rows))
+        for index in itertools.product(*(range(low, high) for low, high in bounds[:depth])):
+            unit = out[tuple(number - low for number, (low, _) in zip(index, bounds[:depth], strict=True))]
+            for segment in segments:
+                source = self._read_part(rule.parts[segment.part], index, segment.part_row, segment.rows, columns)
+                first = segment.unit_row - rows[0]
+                unit[first : first + segment.rows].copy_(source)
+        if self._tied_head and rule.parts[0].name == HF_EMBEDDING:
+            self._compare_head(out, (slice(*rows), *columns))
+
+    def _read_part(
+        self, part: Part, index: tuple[int, ...], first: int, rows: int, columns: tuple[slice, ...]
+    ) -> torch.Tensor:
+        """A view of `rows` rows of one part from row `first` on."""
+        if self._packed and part.packed:
+            name, first = fill_name(part.packed.name, index[:1]), first + part.packed.first_row
+            selection: tuple[int | slice, ...] = (index[1], slice(first, first + rows), *columns)
+        else:
+            name, selection = fill_name(part.name, index), (slice(first, first + rows), *columns)
+        self.used_tensors.add(name)
+        return self._tensors[name].view[selection]
+
+    def _compare_head(self, embedding: torch.Tensor, selection: tuple[slice, ...]) -> None:
+        """Refuse a tied model whose `lm_head.weight` is not its embedding, bit for bit."""
+        self.used_tensors.add(HF_HEAD)
+        head = self._tensors[HF_HEAD].view[selection].contiguous()
+        if not torch.equal(head.view(torch.uint8), embedding.view(torch.uint8)):
+            raise ConversionError(
+                f"in a tied model {HF_HEAD} must equal {HF_EMBEDDING} bit for bit",
+                seen=f"they differ in {self.directory}",
+                fix="set tie_word_embeddings to false in config.json if the model has an output layer of its own",
+            )
+
+
+def _open_tensors(directory: Path) -> dict[str, _Tensor]:
+    """Every tensor of the directory's files by name; each file is opened, and its header read, once."""
+    weight_map = _weight_map(directory)
+    tensors: dict[str, _Tensor] = {}
+    for file in [SINGLE_FILE] if weight_map is None else sorted(set(weight_map.values())):
+        found = _open_file(directory / file)
+        if weight_map is not None:
+            promised = {name for name, home in weight_map.items() if home == file}
+            if promised != found.keys():
+                raise ConversionError(
+                    f"{INDEX_FILE} must name exactly the tensors that each file holds",
+                    seen=f"{name_some(promised ^ found.keys())} of {file} in one but not the other",
+                    fix="fetch the index and its files again, from one revision",
+                )
+        tensors.update(found)
+    return tensors
+
+
+def _open_file(path: Path) -> dict[str, _Tensor]:
+    if not path.is_file():
+        raise ConversionError("a weight file is missing", seen=path, fix="fetch the model again")
+    try:
+        handle = safe_open(path, framework="pt")
+        views = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (no mapping)
+    except (SafetensorError, OSError) as error:
+        raise ConversionError(
+            "a safetensors file must be whole", seen=f"{path}: {error}", fix="fetch this file again"
+        ) from error
+    return {name: _Tensor(view, tuple(view.get_shape()), _dtype(name, view, path)) for name, view in views.items()}
+
+
+def _dtype(name: str, view: Any, path: Path) -> torch.dtype:
+    spelled = view.get_dtype()
+    if spelled not in _DTYPES:
+        raise ConversionError(
+            f"weights must be of dtype {', '.join(_DTYPES)}",
+            seen=f"{name} in {path} is {spelled}",
+            fix="give the unquantised release of the model",
+        )
+    return _DTYPES[spelled]
+
+
+def _weight_map(directory: Path) -> dict[str, str] | None:
+    """Tensor name to file name from the index, or None for a model in a single file."""
+    single, index = directory / SINGLE_FILE, directory / INDEX_FILE
+    if single.is_file() and index.is_file():
+        raise ConversionError(
+            "a model directory holds one set of weights",
+            seen=f"both {SINGLE_FILE} and {INDEX_FILE} in {directory}",
+            fix="remove the one that does not belong to the model",
+        )
+    if single.is_file():
+        return None
+    if not index.is_file():
+        raise ConversionError(
+            f"a Hugging Face model directory must hold {SINGLE_FILE} or {INDEX_FILE}",
+            seen=f"neither in {directory}",
+            fix="fetch the model in safetensors format",
+        )
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = set(weight_map.values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConversionError(
+            'the index must be JSON with a "weight_map" of tensor names to file names',
+            seen=f"{index}: {error!r}",
+            fix="fetch the index again",
+        ) from error
+    for file in files:
+        if not isinstance(file, str) or Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
+            raise ConversionError(
+                "the index may only name safetensors files in its own directory",
+                seen=f"{file!r} in {index}",
+                fix="do not use this checkpoint unless you know where it comes from",
+            )
+    return weight_map

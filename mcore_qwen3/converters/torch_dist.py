@@ -1,0 +1,170 @@
+"""TorchDistSource: reads the model weights of a Megatron torch_dist directory with torch alone."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from mcore_qwen3.arch.shape import ModelShape
+from mcore_qwen3.converters.data_only import EntryReader, load_plain, read_metadata
+from mcore_qwen3.converters.source import Bounds, Entry, WeightSource, name_some
+from mcore_qwen3.converters.table import Rule, key_aliases, name_table
+from mcore_qwen3.errors import ConversionError
+
+# Megatron's optimizer state; several chained optimizers put a number in front.
+_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
+# What the last chunks read may take, so that many small slices of one chunk cost one read.
+_CACHE_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A stored piece of a global tensor: where it begins, its sizes, and where its bytes lie."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    info: _StorageInfo
+
+
+class _Chunks:
+    """The chunks of one tensor, found by their place on the first axis."""
+
+    def __init__(self, chunks: list[_Chunk]) -> None:
+        self._chunks = sorted(chunks, key=lambda chunk: chunk.offsets)
+        self._starts = [chunk.offsets[0] for chunk in self._chunks]
+        self._longest = max(chunk.sizes[0] for chunk in chunks)
+
+    def overlapping(self, bounds: Bounds) -> Iterator[tuple[_Chunk, Bounds]]:
+        """Chunks that share elements with the slice, and what they share, in global coordinates."""
+        low, high = bounds[0]
+        first = bisect.bisect_right(self._starts, low - self._longest)
+        last = bisect.bisect_left(self._starts, high)
+        for chunk in self._chunks[first:last]:
+            shared = tuple(
+                (max(low, offset), min(high, offset + size))
+                for (low, high), offset, size in zip(bounds, chunk.offsets, chunk.sizes, strict=True)
+            )
+            if all(low < high for low, high in shared):
+                yield chunk, shared
+
+
+class TorchDistSource(WeightSource):
+    """Model weights of one iteration directory; optimizer state and `_extra_state` are passed over.
+
+    Only chunks that overlap a read are opened. Vocabulary rows that Megatron padded are not shown. Nothing in the
+    directory is executed.
+
+    Args:
+        iteration_dir: holds `.metadata` and the `.distcp` files it names.
+        shape: the model these files must fit.
+
+    Raises:
+        ConversionError: damaged or unsafe files; tensors missing, stray, incomplete or of a wrong shape.
+    """
+
+    def __init__(self, iteration_dir: str | Path, shape: ModelShape) -> None:
+        self.directory = Path(iteration_dir)
+        metadata = read_metadata(self.directory)
+        self._reader = EntryReader(self.directory)
+        stored = {
+            key: (key, entry)
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata) and not _is_other_state(key)
+        }
+        for alias, key in key_aliases(shape).items():
+            if alias in stored and key not in stored:
+                stored[key] = stored.pop(alias)
+        self._stored_names = {key: name for key, (name, _) in stored.items()}
+        table = name_table(shape)
+        self._check_tensors(table, {key: tuple(entry.size) for key, (_, entry) in stored.items()})
+        self._chunks = {key: _Chunks(self._find_chunks(metadata, name, entry)) for key, (name, entry) in stored.items()}
+        self._cache: OrderedDict[tuple[str, int], torch.Tensor] = OrderedDict()
+        entries = {rule.key: Entry(rule.shape, stored[rule.key][1].properties.dtype) for rule in table}
+        super().__init__(entries, self._stored_names.values())
+
+    def close(self) -> None:
+        self._cache.clear()
+        self._reader.close()
+
+    def _check_tensors(self, table: tuple[Rule, ...], stored: dict[str, tuple[int, ...]]) -> None:
+        """Compare keys and shapes of the directory with the model's."""
+        rules = {rule.key: rule for rule in table}
+        missing, stray = rules.keys() - stored.keys(), stored.keys() - rules.keys()
+        if missing or stray:
+            found = [
+                f"{name_some(names)} {what}" for names, what in ((missing, "missing"), (stray, "unknown")) if names
+            ]
+            raise ConversionError(
+                "the checkpoint must hold exactly the tensors of the model",
+                seen=f"{'; '.join(found)} in {self.directory}",
+                fix="give the checkpoint and the config.json of one model; layers must be stacked and of one kind",
+            )
+        for key, rule in rules.items():
+            size = stored[key]
+            fits = size[1:] == rule.shape[1:] and size[0] >= rule.rows if rule.vocabulary else size == rule.shape
+            if not fits:
+                raise ConversionError(
+                    "every tensor must have the shape that config.json gives it",
+                    seen=f"{self._stored_names[key]} has {size}, the model needs {rule.shape} in {self.directory}",
+                    fix="give the checkpoint and the config.json of one model",
+                )
+
+    def _find_chunks(self, metadata: Metadata, name: str, entry: TensorStorageMetadata) -> list[_Chunk]:
+        chunks = []
+        for chunk in entry.chunks:
+            offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+            info = metadata.storage_data.get(MetadataIndex(name, offsets))
+            inside = len(offsets) == len(sizes) == len(entry.size) and all(
+                low >= 0 and low + size <= whole for low, size, whole in zip(offsets, sizes, entry.size, strict=True)
+            )
+            if info is None or not inside:
+                raise self._incomplete(name)
+            chunks.append(_Chunk(offsets, sizes, info))
+        if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(entry.size):
+            raise self._incomplete(name)
+        return chunks
+
+    def _fill(self, key: str, bounds: Bounds, out: torch.Tensor) -> None:
+        filled = 0
+        for chunk, shared in self._chunks[key].overlapping(bounds):
+            source = tuple(slice(low - at, high - at) for (low, high), at in zip(shared, chunk.offsets, strict=True))
+            target = tuple(slice(low - at, high - at) for (low, high), (at, _) in zip(shared, bounds, strict=True))
+            out[target].copy_(self._load(chunk, out.dtype)[source])
+            filled += math.prod(high - low for low, high in shared)
+        if filled != out.numel():
+            raise self._incomplete(self._stored_names[key])
+        self.used_tensors.add(self._stored_names[key])
+
+    def _load(self, chunk: _Chunk, dtype: torch.dtype) -> torch.Tensor:
+        place = (chunk.info.relative_path, chunk.info.offset)
+        if place in self._cache:
+            self._cache.move_to_end(place)
+            return self._cache[place]
+        where = f"{self.directory / chunk.info.relative_path} at byte {chunk.info.offset}"
+        tensor = load_plain(self._reader.read(chunk.info), where)
+        if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), tensor.dtype) != (chunk.sizes, dtype):
+            raise ConversionError("a stored chunk must be a tensor of the shape and dtype in .metadata", seen=where)
+        self._cache[place] = tensor
+        while len(self._cache) > 1 and sum(kept.nbytes for kept in self._cache.values()) > _CACHE_BYTES:
+            self._cache.popitem(last=False)
+        return tensor
+
+    def _incomplete(self, name: str) -> ConversionError:
+        return ConversionError(
+            "the chunks of a tensor must cover it exactly once",
+            seen=f"{name} in {self.directory}",
+            fix="give a complete checkpoint",
+        )
+
+
+def _is_other_state(key: str) -> bool:
+    return key.endswith("_extra_state") or _OPTIMIZER.match(key) is not None
