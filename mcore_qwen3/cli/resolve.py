@@ -148,6 +148,8 @@ def _fill(
         for name in ("recompute_method", "recompute_num_layers"):
             if name not in parsed.explicit:
                 notes.append(f"{name} is not set: {values[name]} is taken")
+    if config.model.moe_shared_expert_overlap:
+        values["moe_shared_expert_overlap"] = False  # accepted, and said to do nothing: Qwen3 has no shared expert
     ratio, note = _split_ratio(parsed)
     values["split_dataset_ratio"] = ratio
     return with_values(config, values), [*notes, *note]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from mcore_qwen3.cli.dry_run import dry_run_lines
 from mcore_qwen3.cli.report import plan_lines
@@ -40,8 +41,9 @@ def run(argv: list[str]) -> int:
         return 0
     from mcore_qwen3.cli.prepare import prepare_data
 
-    _show_progress()
-    _say(prepare_data(resolved).report)
+    with _progress_on_screen():
+        report = prepare_data(resolved).report
+    _say(report)
     train = resolved.config.train
     return run_ranks(
         plan,
@@ -71,12 +73,19 @@ def _finished_text(run: ResolvedRun) -> str:
     )
 
 
-def _show_progress() -> None:
-    """Let this package's own log lines, such as which file is being encoded, reach the screen."""
-    logger = logging.getLogger("mcore_qwen3")
+@contextlib.contextmanager
+def _progress_on_screen() -> Iterator[None]:
+    """Let this package's own log lines, such as which file is being encoded, reach the screen for a while."""
+    logger, handler = logging.getLogger("mcore_qwen3"), logging.StreamHandler(sys.stdout)
+    before = logger.level
     logger.setLevel(logging.INFO)
-    logger.addHandler(logging.StreamHandler(sys.stdout))
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
-def _say(lines: list[str] | tuple[str, ...]) -> None:
+def _say(lines: Sequence[str]) -> None:
     print("\n".join(lines), flush=True)
