@@ -158,9 +158,9 @@ def test_every_value_that_a_refusal_names_is_legal() -> None:
     }
     accepted, doubly_broken = 0, 0
     for numbers in itertools.product(range(1, 7), (1, 2, 3), (1, 2), (1, 2, 4)):
-        sizes = dict(zip(knobs.values(), numbers, strict=True))
+        chosen = dict(zip(knobs.values(), numbers, strict=True))
         try:
-            resolve_layout(**sizes, shape=BIG)
+            resolve_layout(**chosen, shape=BIG)
             continue
         except ConfigError as error:
             fix = error.fix or ""
@@ -170,7 +170,7 @@ def test_every_value_that_a_refusal_names_is_legal() -> None:
         named = [(knob, v) for text, knob in knobs.items() for v in re.findall(r"\d+", " ".join(re.findall(text, fix)))]
         assert named, fix
         for knob, value in named:
-            resolve_layout(**sizes | {knob: int(value)}, shape=BIG)
+            resolve_layout(**chosen | {knob: int(value)}, shape=BIG)
             accepted += 1
     assert accepted > 20 and doubly_broken > 5
 
