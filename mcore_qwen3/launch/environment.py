@@ -49,11 +49,11 @@ class LaunchPlan:
     def describe(self) -> str:
         """One line: the processes, the meeting place, and where each value came from."""
         ranks = self.node_ranks
-        sources = ", ".join(f"{name}: {source}" for name, source in self.sources.items())
+        sources = ", ".join(f"{name} {source}" for name, source in self.sources.items())
         return (
-            f"{self.world_size} ranks expected = {self.nnodes} node(s) x {self.nproc_per_node} process(es); this is node "
-            f"{self.node_rank} with ranks {ranks[0]}-{ranks[-1]}; they meet at {self.master_addr}:{self.master_port} "
-            f"({sources})"
+            f"{self.world_size} ranks expected: nnodes {self.nnodes} x nproc_per_node {self.nproc_per_node}; this is "
+            f"node {self.node_rank} with ranks {ranks[0]}-{ranks[-1]}; they meet at "
+            f"{self.master_addr}:{self.master_port} ({sources})"
         )
 
 
@@ -110,12 +110,7 @@ def resolve_environment(environ: Mapping[str, str], *, default_nproc: int) -> La
                 )
     node_rank = _integer(given, "NODE_RANK", 0, nnodes - 1, default=0)
     nproc = _integer(given, "NPROC_PER_NODE", 1, None, default=default_nproc)
-    sources = {
-        "nnodes": "NNODES" if "NNODES" in given else "default, one node",
-        "node_rank": "NODE_RANK" if "NODE_RANK" in given else "default, one node",
-        "nproc_per_node": "NPROC_PER_NODE" if "NPROC_PER_NODE" in given else "default, NPROC_PER_NODE is not set",
-        "master_addr": "MASTER_ADDR" if "MASTER_ADDR" in given else "default, one node",
-    }
+    sources = {name.lower(): f"from {name}" if name in given else "by default" for name in VARIABLES}
     port, sources["master_port"] = _master_port(given, nnodes, node_rank)
     return LaunchPlan(
         nnodes=nnodes,
@@ -134,7 +129,7 @@ def _refuse_ambiguous_world_size(environ: Mapping[str, str]) -> None:
     if world_size in ("", "1") or is_rank(environ):
         return
     raise LaunchError(
-        "WORLD_SIZE without NNODES can be read in two ways: number of nodes (PAI-DLC) or number of processes (torchrun)",
+        "WORLD_SIZE without NNODES can be read in two ways: number of nodes (PAI-DLC) or of processes (torchrun)",
         seen=f"WORLD_SIZE={world_size}, RANK={environ.get('RANK', 'not set')}, NNODES is not set",
         fix="if it counts nodes, put NNODES=$WORLD_SIZE NODE_RANK=$RANK before the command; "
         "if it counts processes, unset WORLD_SIZE and RANK and set NPROC_PER_NODE",
@@ -159,17 +154,17 @@ def _integer(given: Mapping[str, str], name: str, low: int, high: int | None, *,
 def _master_port(given: Mapping[str, str], nnodes: int, node_rank: int) -> tuple[int, str]:
     """The port and where it came from. Only node 0 listens, so only there can a port be in use."""
     if "MASTER_PORT" in given:
-        port, source = _integer(given, "MASTER_PORT", 1, 65535, default=0), "MASTER_PORT"
+        port, source = _integer(given, "MASTER_PORT", 1, 65535, default=0), "from MASTER_PORT"
     elif nnodes == 1:
-        return free_port(), "a free port, MASTER_PORT is not set"
+        return free_port(), "a free one"
     else:
-        port, source = MULTI_NODE_PORT, "default, MASTER_PORT is not set, the same on all nodes"
+        port, source = MULTI_NODE_PORT, "by default"
     reason = why_not_usable(port) if node_rank == 0 else None
     if reason is not None:
         other = "another MASTER_PORT on all nodes" if nnodes > 1 else "another MASTER_PORT, or unset it for a free one"
         raise LaunchError(
             "MASTER_PORT must be free on node 0, where the ranks meet",
-            seen=f"port {port} ({source}): {reason}",
+            seen=f"MASTER_PORT={port} ({source}): {reason}",
             fix=f"set {other}",
         )
     return port, source

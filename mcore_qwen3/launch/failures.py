@@ -31,7 +31,7 @@ class SilentDeath:
 
     @property
     def came_from_outside(self) -> bool:
-        """Whether something else ended it. No rank sends SIGKILL to another, so this is a cause, never a consequence."""
+        """Whether something else ended it: no rank sends SIGKILL to another, so it is a cause, never a consequence."""
         return self.exit_code in (None, -signal.SIGKILL)
 
 

@@ -17,7 +17,7 @@ def free_port() -> int:
 
 
 def why_not_usable(port: int) -> str | None:
-    """Why a server could not listen on `port` of this machine, or None when it could.
+    """Why torch could not listen on `port` of this machine, or None when it could.
 
     torch's store listens on all interfaces, IPv6 and IPv4 alike, so a listener on any one of them is in its way.
     """
@@ -36,7 +36,7 @@ def why_not_usable(port: int) -> str | None:
                 probe.listen(1)
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
-                    return "another process listens on it"
+                    return "it is in use on this machine"
                 if error.errno != errno.EADDRNOTAVAIL:  # not available: IPv6 is compiled in but switched off
                     return str(error.strerror)
     return None

@@ -1,8 +1,8 @@
 """Start torchrun and stay beside it: signals reach the ranks, one failed rank ends all, and nothing is left behind.
 
 torchrun alone cannot do this: it kills its ranks 30 s after SIGTERM, whether they have saved or not; a signal that it
-does not handle kills it and leaves the ranks running; and after a rank has failed it waits 30 s for ranks that hang in a
-collective. So torchrun and the ranks start with these signals ignored, and the supervisor decides.
+does not handle kills it and leaves the ranks running; and after a rank has failed it waits 30 s for ranks that hang in
+a collective. So torchrun and the ranks start with these signals ignored, and the supervisor decides.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _say(text: str) -> None:
 
 
 class _Supervisor:
-    """The state of one run. Times are time.monotonic(), but `_seen_at`, which is compared with the ranks' own reports."""
+    """The state of one run. Times are time.monotonic(), but `_seen_at`, which is compared with the ranks' reports."""
 
     def __init__(self, plan: LaunchPlan, run_dir: Path, exit_grace: float, exit_code_on_signal: int) -> None:
         self._plan, self._run_dir = plan, run_dir
@@ -153,7 +153,7 @@ class _Supervisor:
             _say(f"rank {failure.rank} failed; the other ranks have {_AFTER_FAILURE_SECONDS:g} s to end")
 
     def _look_at_signals(self) -> None:
-        """Pass the first signal on; a Ctrl-C more than 5 s later kills. Before the first rank there is nothing to save."""
+        """Pass the first signal on; a Ctrl-C more than 5 s later kills."""
         signals, self._signals = self._signals, []
         for signum, received_at in signals:
             if self._stop is None:
@@ -165,7 +165,7 @@ class _Supervisor:
     def _ask_to_stop(self, signum: int, received_at: float) -> None:
         name = signal.Signals(signum).name
         self._stop = (name, received_at)
-        if not self._ranks:
+        if not self._ranks:  # nothing to save
             self._kill_now = True
             self._verdict = (f"{name} before any rank had started: stopped", self._exit_code_on_signal)
             return
@@ -180,8 +180,10 @@ class _Supervisor:
 
     def _look_at_clock(self) -> None:
         now = time.monotonic()
-        if self._failed_at is not None and now - self._failed_at > _AFTER_FAILURE_SECONDS:
-            self._kill_now = True
+        if self._failed_at is not None:
+            # Also at once when no rank is left: torchrun would only add its long table to the one error that matters.
+            none_left = len(self._ended) == len(self._ranks)
+            self._kill_now = none_left or now - self._failed_at > _AFTER_FAILURE_SECONDS
         elif self._stop is not None and now - self._stop[1] > self._exit_grace:
             self._kill_now = True
             limit = f"within {self._exit_grace:g} s after {self._stop[0]} (exit_grace)"
@@ -193,7 +195,7 @@ class _Supervisor:
         if self._torchrun.poll() == 0 and wait_until_gone(groups, _LEFTOVER_SECONDS):
             return
         below = descendants(groups)
-        for group in groups:  # torchrun first: its long table of what happened to the ranks would only hide the reason
+        for group in groups:  # torchrun first, so that it does not report the ranks that are killed here
             kill_group(group)
         for pid in below:
             send_signal(pid, signal.SIGKILL)

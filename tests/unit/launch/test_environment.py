@@ -1,0 +1,180 @@
+"""Environment -> plan. Bxx: rows of the list of faults that public launchers had."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3.errors import LaunchError
+from mcore_qwen3.launch import LaunchPlan, count_gpus, is_rank, resolve_environment
+
+TWO_NODES = {"NNODES": "2", "NODE_RANK": "1", "NPROC_PER_NODE": "8", "MASTER_ADDR": "node-0"}
+
+
+def resolve(**environ: str) -> LaunchPlan:
+    return resolve_environment(environ, default_nproc=3)
+
+
+def refusal(**environ: str) -> str:
+    with pytest.raises(LaunchError) as caught:
+        resolve(**environ)
+    return str(caught.value)
+
+
+@pytest.fixture(params=[("127.0.0.1", socket.AF_INET), ("0.0.0.0", socket.AF_INET), ("::1", socket.AF_INET6)])
+def busy_port(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A port on which this test listens, on one of the interfaces that torch's store would want."""
+    address, family = request.param
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.bind((address, 0))
+        listener.listen(1)
+        yield listener.getsockname()[1]
+
+
+def test_nothing_set_is_one_node_with_the_default_processes() -> None:
+    plan = resolve()
+    assert (plan.nnodes, plan.node_rank, plan.nproc_per_node, plan.world_size) == (1, 0, 3, 3)
+    assert plan.master_addr == "127.0.0.1"
+    assert plan.sources["nproc_per_node"] == "by default" and plan.sources["master_port"] == "a free one"
+    assert plan.notes == ()
+
+
+def test_b89_dlc_variables_through_the_users_command() -> None:
+    """WORLD_SIZE=2 RANK=1 NPROC_PER_NODE=8 on PAI-DLC, with NNODES=$WORLD_SIZE NODE_RANK=$RANK: ranks 8-15 of 16."""
+    plan = resolve(WORLD_SIZE="2", RANK="1", MASTER_PORT="23456", **TWO_NODES)
+    assert (plan.nnodes, plan.node_rank, plan.nproc_per_node) == (2, 1, 8)
+    assert plan.node_ranks == range(8, 16) and plan.world_size == 16
+    assert (plan.master_addr, plan.master_port) == ("node-0", 23456)
+    assert plan.sources["master_port"] == "from MASTER_PORT"
+    assert "ranks 8-15" in plan.describe() and "16 ranks" in plan.describe() and "node-0:23456" in plan.describe()
+
+
+def test_b89_b93_world_size_alone_is_never_guessed() -> None:
+    text = refusal(WORLD_SIZE="2", RANK="1", NPROC_PER_NODE="8", MASTER_ADDR="node-0")
+    assert "number of nodes (PAI-DLC) or of processes (torchrun)" in text
+    assert "WORLD_SIZE=2, RANK=1" in text and "NNODES=$WORLD_SIZE NODE_RANK=$RANK" in text
+
+
+def test_world_size_of_one_says_the_same_in_both_readings() -> None:
+    assert resolve(WORLD_SIZE="1", RANK="0").world_size == 3
+
+
+def test_b90_each_job_on_one_node_gets_a_port_that_is_free() -> None:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen(1)
+        for _ in range(2):
+            port = resolve().master_port
+            assert port != listener.getsockname()[1]
+            with socket.socket() as server:
+                server.bind(("", port))
+                server.listen(1)
+
+
+def test_b90_a_given_port_is_used() -> None:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    plan = resolve(MASTER_PORT=str(port))
+    assert plan.master_port == port and plan.sources["master_port"] == "from MASTER_PORT"
+
+
+def test_b90_a_busy_port_is_refused_by_name(busy_port: int) -> None:
+    text = refusal(MASTER_PORT=str(busy_port))
+    assert f"MASTER_PORT={busy_port}" in text and "it is in use" in text
+    text = refusal(NNODES="2", NODE_RANK="0", MASTER_ADDR="localhost", MASTER_PORT=str(busy_port))
+    assert f"MASTER_PORT={busy_port}" in text
+
+
+def test_b90_only_node_0_listens_so_elsewhere_the_port_may_be_busy(busy_port: int) -> None:
+    assert resolve(**TWO_NODES, MASTER_PORT=str(busy_port)).master_port == busy_port
+
+
+def test_a_port_of_a_connection_that_is_still_closing_counts_as_free() -> None:
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does
+        server.bind(("127.0.0.1", 0))
+        server.listen(1)
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            accepted = server.accept()[0]
+            accepted.close()  # the side that closes first keeps the port in TIME_WAIT
+            client.recv(1)
+    assert resolve(MASTER_PORT=str(port)).master_port == port
+
+
+@pytest.mark.parametrize("missing", ["MASTER_ADDR", "NODE_RANK"])
+def test_b92_several_nodes_need_an_address_and_a_node_rank(missing: str) -> None:
+    environ = {name: value for name, value in TWO_NODES.items() if name != missing}
+    text = refusal(**environ)
+    assert f"needs {missing}" in text and f"NNODES=2, {missing} is not set" in text
+    assert f"needs {missing}" in refusal(**environ, **{missing: " "})
+
+
+def test_several_nodes_meet_at_torchs_port_unless_told() -> None:
+    plan = resolve(**TWO_NODES)
+    assert plan.master_port == 29500 and plan.sources["master_port"] == "by default"
+
+
+@pytest.mark.parametrize("value", ["2", "7"])
+def test_node_rank_beyond_the_nodes(value: str) -> None:
+    text = refusal(**{**TWO_NODES, "NODE_RANK": value})
+    assert f"NODE_RANK={value}" in text and "NNODES=2" in text
+
+
+def test_b93_a_second_node_that_does_not_know_of_the_first() -> None:
+    """NODE_RANK=1 without NNODES would train a world of its own."""
+    assert "NNODES is not set" in refusal(NODE_RANK="1")
+
+
+@pytest.mark.parametrize("name", ["NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_PORT"])
+@pytest.mark.parametrize("value", ["-1", "two", "1.5", "auto", "²", "70000000000000000000x"])
+def test_what_is_no_whole_number_is_refused_by_name(name: str, value: str) -> None:
+    text = refusal(**{**TWO_NODES, name: value})
+    assert text.startswith(f"{name} must be a whole number") and f"seen: {name}={value}" in text
+
+
+@pytest.mark.parametrize(("name", "value"), [("NNODES", "0"), ("NPROC_PER_NODE", "0"), ("MASTER_PORT", "65536")])
+def test_numbers_out_of_range(name: str, value: str) -> None:
+    assert f"seen: {name}={value}" in refusal(**{**TWO_NODES, name: value})
+
+
+def test_b93_lower_case_variable_is_noted() -> None:
+    plan = resolve(nproc_per_node="8")
+    assert plan.nproc_per_node == 3
+    assert plan.notes == ("nproc_per_node in lower case has no effect; the variable is NPROC_PER_NODE",)
+
+
+def test_a_variable_set_to_nothing_counts_as_not_set_and_is_noted() -> None:
+    """`NNODES=$WORLD_SIZE NODE_RANK=$RANK megatron sft` on a machine without these two."""
+    plan = resolve(NNODES="", NODE_RANK="")
+    assert (plan.nnodes, plan.node_rank) == (1, 0)
+    assert [note.split()[0] for note in plan.notes] == ["NNODES", "NODE_RANK"]
+
+
+def test_is_rank_needs_torchruns_own_variables() -> None:
+    torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+    assert is_rank(torchrun)
+    assert not is_rank({"WORLD_SIZE": "2", "RANK": "0"})  # PAI-DLC
+    for name in torchrun:
+        assert not is_rank({key: value for key, value in torchrun.items() if key != name})
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [(None, 4), ("", 0), ("-1", 0), ("NoDevFiles", 0), ("2", 1), ("0, 3", 2), ("0,4,1", 1), ("1,-1,2", 1)]
+    + [("GPU-8f,GPU-9a", 2), ("MIG-1,MIG-2,MIG-3,MIG-4,MIG-5", 5)],
+)
+def test_count_gpus(tmp_path: Path, visible: str | None, expected: int) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm", "nvidia0x"):
+        (tmp_path / name).touch()
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert count_gpus(environ, tmp_path) == expected
+
+
+def test_count_gpus_on_a_machine_without_any(tmp_path: Path) -> None:
+    assert count_gpus({}, tmp_path) == 0
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}, tmp_path) == 0

@@ -1,0 +1,236 @@
+"""The supervisor with the real torchrun and fake ranks (fake_rank.py): signals, failures, and that nothing is left.
+
+Each test starts torchrun, which takes some seconds. Waits end by themselves when what they wait for has happened; their
+limits only end a test that would hang.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3.launch.processes import read_processes
+
+FAKE_RANK = Path(__file__).with_name("fake_rank.py")
+LIMIT = 45.0
+DRIVER = """
+import os, sys
+from mcore_qwen3.launch import resolve_environment, run, supervisor
+supervisor._ONE_REQUEST_SECONDS = float(sys.argv[1])
+plan = resolve_environment(os.environ, default_nproc=len(sys.argv) - 6)
+sys.exit(run(plan, sys.argv[4:], exit_grace=float(sys.argv[2]), exit_code_on_signal=int(sys.argv[3]), extra_env={}))
+"""
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < end, f"this did not happen: {what}"
+        time.sleep(0.02)
+
+
+class Job:
+    """One supervisor, its torchrun and its ranks."""
+
+    def __init__(
+        self, folder: Path, *behaviours: str, grace: float = 40, code_on_signal: int = 0, burst: float = 5
+    ) -> None:
+        self.folder, self.size = folder, len(behaviours)
+        options = [str(burst), str(grace), str(code_on_signal), str(FAKE_RANK), str(folder), *behaviours]
+        root = FAKE_RANK.parents[3]
+        names = ("NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+        environ = {name: value for name, value in os.environ.items() if name not in names}
+        environ |= {"PYTHONPATH": str(root), "TMPDIR": str(folder)}
+        with (folder / "screen").open("wb") as screen:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", DRIVER, *options], stdout=screen, stderr=subprocess.STDOUT, env=environ
+            )
+
+    @property
+    def screen(self) -> str:
+        return (self.folder / "screen").read_text()
+
+    @property
+    def last_lines(self) -> str:
+        """From the supervisor's last word on."""
+        return self.screen[self.screen.rindex("launcher: ") :]
+
+    def number(self, name: str, rank: int) -> int:
+        return int((self.folder / f"{name}_{rank}").read_text())
+
+    def wait_for(self, name: str) -> None:
+        """Until every rank has left this file."""
+        files = [self.folder / f"{name}_{rank}" for rank in range(self.size)]
+        wait_until(lambda: all(file.exists() for file in files) or self.process.poll() is not None, name)
+        assert all(file.exists() for file in files), self.screen
+
+    def torchrun(self) -> int:
+        """The pid of torchrun, the supervisor's only child."""
+        children: list[int] = []
+
+        def found() -> bool:
+            children[:] = [row.pid for row in read_processes().values() if row.parent == self.process.pid]
+            return bool(children)
+
+        wait_until(found, "torchrun started")
+        return children[0]
+
+    def end(self) -> int:
+        return self.process.wait(timeout=LIMIT)
+
+    def pids(self) -> list[int]:
+        """All processes that the ranks have told of."""
+        return [int(file.read_text()) for name in ("pid", "helper") for file in self.folder.glob(f"{name}_*")]
+
+    def running(self, *others: int) -> set[int]:
+        return {row.pid for row in read_processes([*self.pids(), *others]).values() if not row.zombie}
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def begin(*behaviours: str, **options: float) -> Job:
+        jobs.append(Job(tmp_path, *behaviours, **options))  # type: ignore[arg-type]
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.process.kill()
+        job.process.wait()
+        for pid in job.running():  # only after a test has failed
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_orderly_end(start: Callable[..., Job]) -> None:
+    job = start("return_0", "return_0")
+    assert job.end() == 0
+    assert len(job.pids()) == 4 and not job.running()
+    assert "2 ranks expected" in job.screen and "-m torch.distributed.run --nnodes 1 --node_rank 0" in job.screen
+    assert not list(job.folder.glob("mcore_qwen3_run_*"))
+
+
+def test_the_exit_code_that_a_rank_asks_for(start: Callable[..., Job]) -> None:
+    job = start("return_0", "return_7")
+    assert job.end() == 7
+
+
+def test_signals_are_one_request_and_the_ranks_may_finish_their_save(start: Callable[..., Job]) -> None:
+    job = start("wait", "wait", code_on_signal=143)
+    job.wait_for("pid")
+    job.process.send_signal(signal.SIGTERM)
+    job.wait_for("signals")
+    job.process.send_signal(signal.SIGUSR1)
+    job.process.send_signal(signal.SIGINT)
+    assert job.end() == 143
+    for rank in range(2):
+        assert (job.folder / f"saved_{rank}").exists()
+        assert (job.folder / f"signals_{rank}").read_text() == "15"
+    assert not job.running()
+
+
+def test_a_request_while_ranks_start_is_not_lost(start: Callable[..., Job]) -> None:
+    job = start("slow_start", "slow_start")
+    job.wait_for("pid")
+    job.process.send_signal(signal.SIGUSR1)
+    wait_until(lambda: "SIGUSR1: the ranks are asked" in job.screen, "the request was noticed")
+    (job.folder / "signal_sent").touch()
+    assert job.end() == 0
+    assert (job.folder / "saved_0").exists() and (job.folder / "saved_1").exists()
+
+
+def test_a_request_before_any_rank_has_started(start: Callable[..., Job]) -> None:
+    job = start("hang", code_on_signal=9)
+    torchrun = job.torchrun()
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() == 9
+    assert "before any rank had started" in job.last_lines
+    assert not job.running(torchrun)
+
+
+def test_ranks_that_outstay_the_grace_are_killed(start: Callable[..., Job]) -> None:
+    job = start("hang", "wait", grace=2)
+    job.wait_for("pid")
+    torchrun = job.torchrun()
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() == 1
+    assert "did not end within 2 s after SIGTERM (exit_grace)" in job.last_lines
+    assert (job.folder / "saved_1").exists()
+    assert not job.running(torchrun)
+
+
+def test_second_ctrl_c_kills_at_once(start: Callable[..., Job]) -> None:
+    job = start("hang", "hang", burst=0.1)
+    job.wait_for("pid")
+    job.process.send_signal(signal.SIGINT)
+    job.wait_for("signals")
+    time.sleep(0.2)  # longer than the burst
+    job.process.send_signal(signal.SIGINT)
+    assert job.end() == 1
+    assert "second Ctrl-C" in job.last_lines
+    assert not job.running()
+
+
+def test_a_killed_rank_ends_all_and_is_named_before_those_it_took_along(start: Callable[..., Job]) -> None:
+    job = start("hang", "hang", "peer_of_1")
+    job.wait_for("pid")
+    torchrun = job.torchrun()
+    victim = job.number("pid", 1)
+    os.kill(victim, signal.SIGKILL)
+    # Alone, torchrun would wait 30 s for the rank that hangs.
+    assert job.process.wait(timeout=15) == 1
+    assert not job.running(torchrun)
+    assert "rank 1" in job.last_lines and f"(pid {victim})" in job.last_lines and "SIGKILL" in job.last_lines
+    assert "closed by peer" not in job.screen
+
+
+def test_the_users_error_is_the_last_line(start: Callable[..., Job]) -> None:
+    job = start("hang", "user_error")
+    assert job.end() == 2
+    assert job.last_lines.count("\n") == 1
+    assert job.last_lines.endswith("failed first: the rule; seen: 1; change: that\n") and "rank 1" in job.last_lines
+    assert not job.running()
+
+
+def test_the_fault_is_shown_last_and_not_its_consequences(start: Callable[..., Job]) -> None:
+    job = start("peer_of_1", "fault")
+    assert job.end() == 1
+    assert "rank 1" in job.last_lines and job.screen.endswith("ZeroDivisionError: the true cause\n")
+    assert "closed by peer" not in job.screen
+
+
+def test_a_rank_that_ends_without_a_word(start: Callable[..., Job]) -> None:
+    job = start("hang", "end_without_report")
+    assert job.end() == 1
+    assert "rank 1" in job.last_lines and "exit code 5" in job.last_lines
+
+
+def test_when_torchrun_is_killed_the_ranks_end_too(start: Callable[..., Job]) -> None:
+    job = start("hang", "hang")
+    job.wait_for("pid")
+    torchrun = job.torchrun()
+    os.kill(torchrun, signal.SIGKILL)
+    assert job.end() == 1
+    assert not job.running()
+    assert f"torchrun (pid {torchrun}) failed" in job.last_lines and "killed by signal 9" in job.last_lines
+
+
+def test_when_the_supervisor_is_killed_the_kernel_ends_the_rest(start: Callable[..., Job]) -> None:
+    job = start("hang", "hang")
+    job.wait_for("pid")
+    torchrun = job.torchrun()
+    ranks = [job.number("pid", rank) for rank in range(2)]
+    job.process.kill()
+    job.end()
+
+    def left() -> list[int]:
+        return [row.pid for row in read_processes([torchrun, *ranks]).values() if not row.zombie]
+
+    wait_until(lambda: not left(), "torchrun and the ranks ended")
