@@ -30,7 +30,8 @@ from mcore_qwen3.launch.processes import (
 from mcore_qwen3.launch.rank_report import EXIT_FAULT, STOP_SIGNALS, first_error, read_done, read_errors, request_stop
 from mcore_qwen3.launch.torchrun import child_environment, torchrun_command
 
-_POLL_SECONDS = 0.2
+_SEARCH_SECONDS = 0.2  # between two readings of the whole process table, until all ranks are found
+_POLL_SECONDS = 0.05  # short against torchrun's second, to see how a rank ended before torchrun buries it
 _ONE_REQUEST_SECONDS = 5.0  # SLURM signals every process, and people press Ctrl-C twice: one request
 _AFTER_FAILURE_SECONDS = 3.0  # for the other ranks to report and end by themselves
 _LEFTOVER_SECONDS = 2.0  # for helper processes of ranks that have ended in order
@@ -112,14 +113,15 @@ class _Supervisor:
     def _watch(self) -> None:
         """Return when torchrun has ended, or when everything is to be killed."""
         while self._torchrun.poll() is None:
-            if len(self._ranks) < self._plan.nproc_per_node:
+            searching = len(self._ranks) < self._plan.nproc_per_node
+            if searching:
                 self._find_ranks()
             self._look_at_ranks()
             self._look_at_signals()
             self._look_at_clock()
             if self._kill_now:
                 return
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_SEARCH_SECONDS if searching else _POLL_SECONDS)
         self._look_at_ranks()
 
     def _find_ranks(self) -> None:

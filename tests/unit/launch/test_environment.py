@@ -165,8 +165,10 @@ def test_is_rank_needs_torchruns_own_variables() -> None:
 
 @pytest.mark.parametrize(
     ("visible", "expected"),
-    [(None, 4), ("", 0), ("-1", 0), ("NoDevFiles", 0), ("2", 1), ("0, 3", 2), ("0,4,1", 1), ("1,-1,2", 1)]
-    + [("GPU-8f,GPU-9a", 2), ("MIG-1,MIG-2,MIG-3,MIG-4,MIG-5", 5)],
+    [
+        *[(None, 4), ("", 0), ("-1", 0), ("NoDevFiles", 0), ("2", 1), ("0, 3", 2), ("0,4,1", 1), ("1,-1,2", 1)],
+        *[("GPU-8f,GPU-9a", 2), ("MIG-1,MIG-2,MIG-3,MIG-4,MIG-5", 5)],
+    ],
 )
 def test_count_gpus(tmp_path: Path, visible: str | None, expected: int) -> None:
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm", "nvidia0x"):

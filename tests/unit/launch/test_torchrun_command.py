@@ -17,7 +17,9 @@ def test_torchrun_reads_what_was_meant(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.run import config_from_args, parse_args
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else torchrun sets it in this process
-    command = torchrun.torchrun_command(PLAN, ["-m", "mcore_qwen3", "sft", "--load", "x", "--nnodes", "9"], "/some/python")
+    command = torchrun.torchrun_command(
+        PLAN, ["-m", "mcore_qwen3", "sft", "--load", "x", "--nnodes", "9"], "/some/python"
+    )
     assert command[:3] == ["/some/python", "-m", "torch.distributed.run"]
     config, program, argv = config_from_args(parse_args(command[3:]))
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node, config.rdzv_configs["rank"]) == (2, 2, 4, 1)
