@@ -7,12 +7,13 @@ from mcore_qwen3.converters.locate import hf_side_dir, is_hf_dir, open_source, r
 from mcore_qwen3.converters.side_files import copy_side_files
 from mcore_qwen3.converters.source import Entry, WeightSource
 from mcore_qwen3.converters.staging import staged_directory
-from mcore_qwen3.converters.torch_dist import TorchDistSource
+from mcore_qwen3.converters.torch_dist import OptimizerSource, TorchDistSource
 
 __all__ = [
     "Entry",
     "ExportReport",
     "HFSource",
+    "OptimizerSource",
     "TorchDistSource",
     "WeightSource",
     "check_data_only",

@@ -10,6 +10,7 @@ import io
 import pathlib
 import pickle
 import re
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -179,11 +180,12 @@ def load_plain(stream: io.BytesIO, place: str) -> Any:
         ConversionError: it asks for any other class, or is damaged.
     """
     try:
-        return torch.load(stream, map_location="cpu", weights_only=True)
+        # The storage as it was read, in host memory, wherever the tensor lived when it was saved.
+        return torch.load(stream, map_location=lambda storage, _: storage, weights_only=True)
     except pickle.UnpicklingError as error:
         raise ConversionError(
             "a checkpoint may only hold tensors and plain data",
-            seen=f"{place} asks for {_asked_for(stream, error)}",
+            seen=f"{place} {_trouble(stream, error)}",
             fix=_UNTRUSTED,
         ) from error
     except Exception as error:  # damaged data can raise anything
@@ -193,16 +195,13 @@ def load_plain(stream: io.BytesIO, place: str) -> Any:
         ) from error
 
 
-def _asked_for(stream: io.BytesIO, error: Exception) -> str:
-    """The classes that a refused pickle asks for, as far as they can be told without running it."""
-    named = re.findall(r"GLOBAL ([\w.]+)", str(error))
-    if named:
-        return named[0]
-    try:
+def _trouble(stream: io.BytesIO, error: Exception) -> str:
+    """What a refused pickle asks for, as far as that can be told without running it."""
+    named = re.findall(r"GLOBAL ([\w.]+)", str(error))[:1]
+    if not named and zipfile.is_zipfile(stream):
         stream.seek(0)
-        return ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(stream)) or "something unknown"
-    except Exception:  # not a zip archive: torch lists classes of those only
-        return "something that weights_only refuses"
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(stream)
+    return f"asks for {', '.join(named)}" if named else "is damaged or holds something else"
 
 
 def _check_form(metadata: object, path: Path) -> None:

@@ -35,8 +35,8 @@ class HFSource(WeightSource):
     """Torch_dist keys and slices over a Hugging Face directory. Nothing is held: each read copies the bytes it needs.
 
     The headers alone are checked at construction: every tensor of the model is there, with its shape, and no other.
-    Both layouts of experts are read: one tensor for each expert, and transformers 5's two packed tensors for each layer.
-    A tied model may carry a copy of its embedding as `lm_head.weight`; it is compared wherever the embedding is read.
+    Both layouts of experts are read: one tensor for each expert, and transformers 5's two packed tensors a layer. A
+    tied model may carry a copy of its embedding as `lm_head.weight`; it is compared wherever the embedding is read.
 
     Args:
         directory: holds `model.safetensors`, or `model.safetensors.index.json` and the files it names.

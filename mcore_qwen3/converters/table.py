@@ -1,9 +1,9 @@
 """The name table between Hugging Face tensors and Megatron's torch_dist keys, as data.
 
 One `Rule` serves both directions. A torch_dist key holds one global tensor of shape `stacked + (rows,) + columns`. What
-lies under one index of the stacked axes (layer, or layer and expert) is a *unit*. Its rows are row blocks of one to three
-HF tensors (*parts*) laid end to end; its columns are theirs unchanged. So a rule is a list of blocks: read forwards it
-fills a unit from HF tensors, read backwards it takes them out of the unit.
+lies under one index of the stacked axes (layer, or layer and expert) is a *unit*. Its rows are row blocks of one to
+three HF tensors (*parts*) laid end to end; its columns are theirs unchanged. So a rule is a list of blocks: read
+forwards it fills a unit from HF tensors, read backwards it takes them out of the unit.
 """
 
 from __future__ import annotations

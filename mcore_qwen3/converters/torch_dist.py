@@ -1,4 +1,4 @@
-"""TorchDistSource: reads the model weights of a Megatron torch_dist directory with torch alone."""
+"""Reads weights and optimizer state of a Megatron torch_dist directory with torch alone."""
 
 from __future__ import annotations
 
@@ -57,72 +57,44 @@ class _Chunks:
                 yield chunk, shared
 
 
-class TorchDistSource(WeightSource):
-    """Model weights of one iteration directory; optimizer state and `_extra_state` are passed over.
-
-    Only chunks that overlap a read are opened. Vocabulary rows that Megatron padded are not shown. Nothing in the
-    directory is executed.
+class _StoredSource(WeightSource):
+    """Chosen tensors of a torch_dist directory. Only chunks that overlap a read are opened; nothing is executed.
 
     Args:
-        iteration_dir: holds `.metadata` and the `.distcp` files it names.
-        shape: the model these files must fit.
+        directory: holds the `.distcp` files.
+        metadata: the directory's `.metadata`.
+        stored: for each key, the name it is stored under.
+        shapes: for each key, the shape to show: the stored one, or one of fewer rows.
 
     Raises:
-        ConversionError: damaged or unsafe files; tensors missing, stray, incomplete or of a wrong shape.
+        ConversionError: the chunks of a tensor do not make it up.
     """
 
-    def __init__(self, iteration_dir: str | Path, shape: ModelShape) -> None:
-        self.directory = Path(iteration_dir)
-        metadata = read_metadata(self.directory)
-        self._reader = EntryReader(self.directory)
-        stored = {
-            key: (key, entry)
-            for key, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata) and not _is_other_state(key)
+    def __init__(
+        self, directory: Path, metadata: Metadata, stored: dict[str, str], shapes: dict[str, tuple[int, ...]]
+    ) -> None:
+        self.directory = directory
+        self._stored = stored
+        self._reader = EntryReader(directory)
+        tensors = _stored_tensors(metadata)
+        self._chunks = {
+            key: _Chunks(self._find_chunks(name, tensors[name], metadata.storage_data)) for key, name in stored.items()
         }
-        for alias, key in key_aliases(shape).items():
-            if alias in stored and key not in stored:
-                stored[key] = stored.pop(alias)
-        self._stored_names = {key: name for key, (name, _) in stored.items()}
-        table = name_table(shape)
-        self._check_tensors(table, {key: tuple(entry.size) for key, (_, entry) in stored.items()})
-        self._chunks = {key: _Chunks(self._find_chunks(metadata, name, entry)) for key, (name, entry) in stored.items()}
         self._cache: OrderedDict[tuple[str, int], torch.Tensor] = OrderedDict()
-        entries = {rule.key: Entry(rule.shape, stored[rule.key][1].properties.dtype) for rule in table}
-        super().__init__(entries, self._stored_names.values())
+        entries = {key: Entry(shapes[key], tensors[name].properties.dtype) for key, name in stored.items()}
+        super().__init__(entries, stored.values())
 
     def close(self) -> None:
         self._cache.clear()
         self._reader.close()
 
-    def _check_tensors(self, table: tuple[Rule, ...], stored: dict[str, tuple[int, ...]]) -> None:
-        """Compare keys and shapes of the directory with the model's."""
-        rules = {rule.key: rule for rule in table}
-        missing, stray = rules.keys() - stored.keys(), stored.keys() - rules.keys()
-        if missing or stray:
-            found = [
-                f"{name_some(names)} {what}" for names, what in ((missing, "missing"), (stray, "unknown")) if names
-            ]
-            raise ConversionError(
-                "the checkpoint must hold exactly the tensors of the model",
-                seen=f"{'; '.join(found)} in {self.directory}",
-                fix="give the checkpoint and the config.json of one model; layers must be stacked and of one kind",
-            )
-        for key, rule in rules.items():
-            size = stored[key]
-            fits = size[1:] == rule.shape[1:] and size[0] >= rule.rows if rule.vocabulary else size == rule.shape
-            if not fits:
-                raise ConversionError(
-                    "every tensor must have the shape that config.json gives it",
-                    seen=f"{self._stored_names[key]} has {size}, the model needs {rule.shape} in {self.directory}",
-                    fix="give the checkpoint and the config.json of one model",
-                )
-
-    def _find_chunks(self, metadata: Metadata, name: str, entry: TensorStorageMetadata) -> list[_Chunk]:
+    def _find_chunks(
+        self, name: str, entry: TensorStorageMetadata, places: dict[MetadataIndex, _StorageInfo]
+    ) -> list[_Chunk]:
         chunks = []
         for chunk in entry.chunks:
             offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-            info = metadata.storage_data.get(MetadataIndex(name, offsets))
+            info = places.get(MetadataIndex(name, offsets))
             inside = len(offsets) == len(sizes) == len(entry.size) and all(
                 low >= 0 and low + size <= whole for low, size, whole in zip(offsets, sizes, entry.size, strict=True)
             )
@@ -141,8 +113,8 @@ class TorchDistSource(WeightSource):
             out[target].copy_(self._load(chunk, out.dtype)[source])
             filled += math.prod(high - low for low, high in shared)
         if filled != out.numel():
-            raise self._incomplete(self._stored_names[key])
-        self.used_tensors.add(self._stored_names[key])
+            raise self._incomplete(self._stored[key])
+        self.used_tensors.add(self._stored[key])
 
     def _load(self, chunk: _Chunk, dtype: torch.dtype) -> torch.Tensor:
         place = (chunk.info.relative_path, chunk.info.offset)
@@ -166,5 +138,81 @@ class TorchDistSource(WeightSource):
         )
 
 
-def _is_other_state(key: str) -> bool:
-    return key.endswith("_extra_state") or _OPTIMIZER.match(key) is not None
+class TorchDistSource(_StoredSource):
+    """Model weights of one iteration directory; optimizer state and `_extra_state` are passed over.
+
+    Vocabulary rows that Megatron padded are not shown.
+
+    Args:
+        iteration_dir: holds `.metadata` and the `.distcp` files it names.
+        shape: the model these files must fit.
+
+    Raises:
+        ConversionError: damaged or unsafe files; tensors missing, stray, incomplete or of a wrong shape.
+    """
+
+    def __init__(self, iteration_dir: str | Path, shape: ModelShape) -> None:
+        directory = Path(iteration_dir)
+        metadata = read_metadata(directory)
+        tensors = _stored_tensors(metadata)
+        sizes = {name: tuple(entry.size) for name, entry in tensors.items() if not _is_other_state(name)}
+        stored = {name: name for name in sizes}
+        for alias, key in key_aliases(shape).items():
+            if alias in stored and key not in stored:
+                stored[key] = stored.pop(alias)
+        table = name_table(shape)
+        _check_tensors(table, stored, sizes, directory)
+        super().__init__(directory, metadata, stored, {rule.key: rule.shape for rule in table})
+
+
+class OptimizerSource(_StoredSource):
+    """Optimizer state of one iteration directory, under the names and with the shapes it is stored with.
+
+    Args:
+        iteration_dir: holds `.metadata` and the `.distcp` files it names.
+
+    Raises:
+        ConversionError: damaged or unsafe files, or incomplete tensors.
+    """
+
+    def __init__(self, iteration_dir: str | Path) -> None:
+        directory = Path(iteration_dir)
+        metadata = read_metadata(directory)
+        # A single number, such as a step that some optimizers store, is no state of a weight.
+        tensors = {name: entry for name, entry in _stored_tensors(metadata).items() if entry.size}
+        sizes = {name: tuple(entry.size) for name, entry in tensors.items() if _OPTIMIZER.match(name)}
+        super().__init__(directory, metadata, {name: name for name in sizes}, sizes)
+
+
+def _stored_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """Every tensor of a directory; bytes entries left out."""
+    entries = metadata.state_dict_metadata.items()
+    return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+
+
+def _is_other_state(name: str) -> bool:
+    return name.endswith("_extra_state") or _OPTIMIZER.match(name) is not None
+
+
+def _check_tensors(
+    table: tuple[Rule, ...], stored: dict[str, str], sizes: dict[str, tuple[int, ...]], directory: Path
+) -> None:
+    """Compare keys and shapes of a directory with the model's."""
+    rules = {rule.key: rule for rule in table}
+    missing, stray = rules.keys() - stored.keys(), stored.keys() - rules.keys()
+    if missing or stray:
+        found = [f"{name_some(names)} {what}" for names, what in ((missing, "missing"), (stray, "unknown")) if names]
+        raise ConversionError(
+            "the checkpoint must hold exactly the tensors of the model",
+            seen=f"{'; '.join(found)} in {directory}",
+            fix="give the checkpoint and the config.json of one model; layers must be stacked and of one kind",
+        )
+    for key, rule in rules.items():
+        size = sizes[stored[key]]
+        fits = size[1:] == rule.shape[1:] and size[0] >= rule.rows if rule.vocabulary else size == rule.shape
+        if not fits:
+            raise ConversionError(
+                "every tensor must have the shape that config.json gives it",
+                seen=f"{stored[key]} has {size}, the model needs {rule.shape} in {directory}",
+                fix="give the checkpoint and the config.json of one model",
+            )
