@@ -7,8 +7,6 @@ torch.distributed.checkpoint, `metadata.json` with four fields, `common.pt` with
 from __future__ import annotations
 
 import json
-import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,19 +99,3 @@ def write_common(directory: Path, iteration: int) -> None:
     """Write `common.pt` and `metadata.json`, which make megatron take the directory for a checkpoint; last of all files."""
     torch.save({"iteration": iteration, "checkpoint_version": 3.0}, directory / "common.pt")
     (directory / "metadata.json").write_text(json.dumps(FORMAT))
-
-
-def sync_directory(directory: Path) -> None:
-    """Make every file of a directory tree, and their names, durable."""
-    for folder, _, names in os.walk(directory):
-        for path in [*(os.path.join(folder, name) for name in names), folder]:
-            handle = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
-
-
-def chunk_bytes(chunks: Sequence[Chunk]) -> int:
-    """Bytes that the chunks will take."""
-    return sum(math.prod(chunk.sizes) * chunk.dtype.itemsize for chunk in chunks)

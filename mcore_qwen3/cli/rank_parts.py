@@ -1,0 +1,162 @@
+"""The parts that a training rank is put together from: the resolved run on one side, the packages on the other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer
+
+from mcore_qwen3.cli.resolve import ResolvedRun
+from mcore_qwen3.config import to_yaml
+from mcore_qwen3.converters import OptimizerSource, TorchDistSource, WeightSource, copy_side_files, open_source, write_hf
+from mcore_qwen3.converters.staging import flush_tree
+from mcore_qwen3.converters.torch_dist_writer import Chunk, write_chunks, write_common
+from mcore_qwen3.data.batches import StepBatch, eval_batches, train_batches
+from mcore_qwen3.data.prepare import Prepared
+from mcore_qwen3.data.template import load_tokenizer
+from mcore_qwen3.model.build import build_model
+from mcore_qwen3.model.config import ModelOptions
+from mcore_qwen3.model.provider import choose_modules
+from mcore_qwen3.model.weights import read_weights
+from mcore_qwen3.runtime.device import Device
+from mcore_qwen3.train.checkpoint import CheckpointWriter, SavedTensor
+from mcore_qwen3.train.optimizer import AdamSettings, build_optimizer, trainable_parameters, wrap_for_data_parallel
+from mcore_qwen3.train.optimizer_state import read_state
+from mcore_qwen3.train.state import TrainState
+
+Say = Callable[[str], None]
+
+
+def build(run: ResolvedRun, device: Device, say: Say) -> tuple[DistributedDataParallel, ChainedOptimizer, TrainState]:
+    """Model with its weights, optimizer with its state, and where the run stands.
+
+    Raises:
+        ConversionError: the checkpoint does not fit the model, or holds what the model has no place for.
+    """
+    options = model_options(run, device, say)
+    inner = build_model(run.shape, run.layout, options)
+    origin = run.resume.directory if run.resume else Path(str(run.config.model.load))
+    with open_source(origin, run.shape) as source:
+        read_weights(inner, source)
+        _check_all_used(source)
+    say(f"weights: {origin}; {trainable_parameters(inner):,} trained parameters on rank 0")
+    model = wrap_for_data_parallel(inner)
+    adam = run.config.optim
+    optimizer = build_optimizer(
+        model,
+        AdamSettings(
+            weight_decay=adam.weight_decay,
+            adam_beta1=adam.adam_beta1,
+            adam_beta2=adam.adam_beta2,
+            adam_eps=adam.adam_eps,
+            clip_grad=adam.clip_grad,
+        ),
+    )
+    if run.resume is None:
+        return model, optimizer, TrainState()
+    state = TrainState.read(run.resume.directory)
+    if run.config.checkpoint.no_load_optim:
+        say(f"continuing after step {state.iteration}; the optimizer starts afresh (--no_load_optim true)")
+        return model, optimizer, state
+    with OptimizerSource(run.resume.directory) as moments:
+        read_state(inner, optimizer, moments, step=state.optimizer_steps, with_master=options.bf16)
+    say(f"continuing after step {state.iteration} with the optimizer's state")
+    return model, optimizer, state
+
+
+def model_options(run: ResolvedRun, device: Device, say: Say) -> ModelOptions:
+    """The run's choices about the model, as the model package takes them."""
+    flags = run.config.model
+    modules, reason = choose_modules(flags.transformer_impl, device.is_cuda)
+    say(f"modules: {modules} ({reason}); {'bf16' if flags.bf16 else 'fp32'}")
+    return ModelOptions(
+        modules=modules,
+        on_cuda=device.is_cuda,
+        bf16=bool(flags.bf16),
+        attention_backend=flags.attention_backend,
+        moe_grouped_gemm=flags.moe_grouped_gemm,
+        moe_aux_loss_coeff=flags.moe_aux_loss_coeff,
+        cross_entropy_loss_fusion=flags.cross_entropy_loss_fusion,
+        recompute_granularity=flags.recompute_granularity,
+        recompute_method=flags.recompute_method,
+        recompute_num_layers=flags.recompute_num_layers,
+    )
+
+
+def _check_all_used(source: WeightSource) -> None:
+    """Fail on every rank if the ranks together left a tensor of the files unread."""
+    gathered: list[set[str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, source.used_tensors)
+    source.check_all_used(set().union(*(names for names in gathered if names is not None)))
+
+
+def save_root(run: ResolvedRun) -> Path:
+    """The run's save directory."""
+    return Path(str(run.config.checkpoint.save))
+
+
+def training_batches(run: ResolvedRun, prepared: Prepared, consumed_samples: int) -> Iterator[StepBatch]:
+    """This rank's steps from where the run stands."""
+    return train_batches(
+        prepared,
+        run.batch,
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        consumed_samples=consumed_samples,
+        seed=run.config.train.seed,
+        num_workers=run.config.data.num_workers,
+    )
+
+
+def evaluation(run: ResolvedRun, prepared: Prepared) -> Callable[[], Iterator[StepBatch]] | None:
+    """A function that gives the fixed evaluation batches; None without validation data or with `--eval_iters 0`."""
+    if prepared.validation is None or run.config.train.eval_iters == 0:
+        return None
+    rank = parallel_state.get_data_parallel_rank()
+    return lambda: eval_batches(prepared, run.batch, dp_rank=rank, eval_iters=run.config.train.eval_iters)
+
+
+def checkpoint_writer(run: ResolvedRun) -> CheckpointWriter:
+    """How checkpoints are written: torch_dist tensors, and the files that make the directory need nothing else."""
+
+    def write_tensors(directory: Path, tensors: Sequence[SavedTensor]) -> None:
+        write_chunks(directory, [_chunk(tensor) for tensor in tensors])
+
+    def write_sides(directory: Path, iteration: int) -> None:
+        (directory / "hf").mkdir()
+        copy_side_files(run.hf_files, directory / "hf")
+        (directory / "run_config.yaml").write_text(to_yaml(run.config), encoding="utf-8")
+        write_common(directory, iteration)
+
+    return CheckpointWriter(write_tensors, write_sides, flush_tree)
+
+
+def _chunk(tensor: SavedTensor) -> Chunk:
+    return Chunk(
+        tensor.key, tensor.global_shape, tensor.starts, tensor.sizes, tensor.values.dtype, lambda: tensor.values
+    )
+
+
+def exporter(run: ResolvedRun, say: Say) -> Callable[[Path], None]:
+    """What `--save_hf true` does with each finished checkpoint: `<save>/iter_<n>-hf`, written by rank 0. Collective."""
+
+    def export(iteration_dir: Path) -> None:
+        if not run.config.checkpoint.save_hf:
+            return
+        target = iteration_dir.with_name(f"{iteration_dir.name}-hf")
+        if os.environ["RANK"] == "0":
+            sides = iteration_dir / "hf"
+            end = load_tokenizer(sides).end_token_id
+            with TorchDistSource(iteration_dir, run.shape) as source:
+                report = write_hf(source, target, sides, run.shape, end_token_id=end, overwrite=True)
+            say(f"exported {target}: {report.num_tensors} tensors, {report.num_bytes:,} bytes")
+            for change in report.changes:
+                say(f"  {change}")
+        dist.barrier()
+
+    return export
+

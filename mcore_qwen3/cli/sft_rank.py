@@ -1,0 +1,96 @@
+"""What one rank of `megatron sft` does, from joining the others to the last checkpoint. Joins all packages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from mcore_qwen3.cli.prepare import prepare_data
+from mcore_qwen3.cli.resolve import ResolvedRun, resolve, train_iters
+from mcore_qwen3.config import ParsedRun, decay_iters, warmup_iters
+from mcore_qwen3.data.prepare import Prepared
+from mcore_qwen3.launch import on_stop_request, rank_main
+from mcore_qwen3.runtime import groups
+from mcore_qwen3.runtime.device import Device, choose_device, set_cuda_environment
+
+Say = Callable[[str], None]
+
+
+def run_rank(parsed: ParsedRun) -> int:
+    """Run this rank; errors are reported to the launcher. Returns the process's exit code."""
+    return rank_main(lambda: _run(parsed))
+
+
+def _run(parsed: ParsedRun) -> int:
+    def say(text: str) -> None:
+        if os.environ["RANK"] == "0":
+            print(text, flush=True)
+
+    if parsed.config.launch.device != "cpu":
+        for line in set_cuda_environment():
+            say(line)
+    device = choose_device(parsed.config.launch.device, int(os.environ["LOCAL_RANK"]))
+    run = resolve(parsed, int(os.environ["WORLD_SIZE"]))
+    prepared = prepare_data(run)  # found in the cache; before the ranks meet, so that no collective waits for it
+    groups.prepare_megatron(device)
+    groups.start_process_group(device)
+    groups.start_model_parallel(run.layout)
+    groups.seed_everything(run.config.train.seed)
+    say(f"{run.layout.world_size} ranks joined; device {device.kind}: {device.reason}")
+    code = _train(run, prepared, device, say)
+    groups.stop_process_group()
+    return code
+
+
+def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> int:
+    """Build everything, train, and return the exit code. Megatron is imported here, after its stand-ins."""
+    from mcore_qwen3.cli import rank_parts as parts
+    from mcore_qwen3.train.log import TrainLog
+    from mcore_qwen3.train.loop import Parts, Plan, StopRequest, train
+    from mcore_qwen3.train.schedule import LearningRate
+
+    config = run.config
+    stop = StopRequest()
+    on_stop_request(stop.set)
+    model, optimizer, state = parts.build(run, device, say)
+    save = parts.save_root(run)
+    total = train_iters(config)
+    log = TrainLog(
+        save, total, config.train.log_interval, active=os.environ["RANK"] == "0", start_iteration=state.iteration
+    )
+    plan = Plan(
+        train_iters=total,
+        global_batch_size=run.batch.global_batch_size,
+        eval_interval=config.train.eval_interval or total,
+        save_interval=config.checkpoint.save_interval,
+        save=save,
+        save_optimizer=not config.checkpoint.no_save_optim,
+    )
+    schedule = LearningRate(
+        lr=config.optim.lr,
+        min_lr=config.optim.min_lr,
+        style=config.optim.lr_decay_style,
+        warmup_iters=warmup_iters(config),
+        decay_iters=decay_iters(config),
+    )
+    state = train(
+        plan,
+        Parts(
+            device=device,
+            model=model,
+            optimizer=optimizer,
+            schedule=schedule,
+            batches=parts.training_batches(run, prepared, state.consumed_samples),
+            evaluation=parts.evaluation(run, prepared),
+            writer=parts.checkpoint_writer(run),
+            after_save=parts.exporter(run, say),
+            log=log,
+        ),
+        state,
+        stop,
+    )
+    log.close()
+    if state.stopped_by != "end":
+        say(f"stopped by {state.stopped_by} after step {state.iteration}; the same command continues")
+        return config.train.exit_code_on_signal
+    return 0

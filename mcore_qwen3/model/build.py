@@ -1,0 +1,66 @@
+"""Build the model of this rank: the one file that constructs megatron's GPTModel."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+
+from mcore_qwen3.arch.layout import ParallelLayout
+from mcore_qwen3.arch.rows import padded_vocab_size
+from mcore_qwen3.arch.shape import ModelShape
+from mcore_qwen3.model.config import ModelOptions, transformer_config
+from mcore_qwen3.model.provider import spec_provider
+from mcore_qwen3.model.spec import block_spec
+
+
+class Qwen3Model(GPTModel):
+    """GPTModel whose vocabulary padding never enters the softmax.
+
+    The embedding and the output layer are padded to a multiple of tensor parallel; the pad rows' logits are set to minus
+    infinity before the cross entropy, so that the loss does not depend on tensor parallel.
+    """
+
+    true_vocab_size: int
+
+    def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Cross entropy per token, [1, T] from logits [T, 1, vocabulary / TP]."""
+        first = parallel_state.get_tensor_model_parallel_rank() * logits.shape[-1]
+        own_valid = max(0, self.true_vocab_size - first)
+        if own_valid < logits.shape[-1]:
+            pad = torch.arange(logits.shape[-1], device=logits.device) >= own_valid
+            logits = logits.masked_fill(pad, float("-inf"))
+        return super().compute_language_model_loss(labels, logits)
+
+
+def build_model(shape: ModelShape, layout: ParallelLayout, options: ModelOptions) -> Qwen3Model:
+    """Construct this rank's part of the model with unset parameters; the groups must exist.
+
+    Returns:
+        The model in training mode, on the rank's device, with `true_vocab_size` set. Read a checkpoint into it before use.
+    """
+    config = transformer_config(shape, layout, options)
+    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # GPTModel's deprecation notice
+    model = Qwen3Model(
+        config=config,
+        transformer_layer_spec=block_spec(config, spec_provider(options.modules)),
+        vocab_size=padded_vocab_size(shape.vocab_size, layout.tensor),
+        max_sequence_length=shape.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=True,
+        share_embeddings_and_output_weights=shape.tie_word_embeddings,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+    )
+    model.true_vocab_size = shape.vocab_size
+    return model
+
+
+def unwrapped(model: torch.nn.Module) -> Qwen3Model:
+    """The model inside the data-parallel and half-precision wrappers."""
+    while not isinstance(model, Qwen3Model):
+        model = model.module
+    return model

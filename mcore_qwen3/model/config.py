@@ -1,0 +1,112 @@
+"""ModelShape and the run's flags -> megatron's TransformerConfig."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mcore_qwen3.arch.layout import ParallelLayout
+from mcore_qwen3.arch.shape import ModelShape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelOptions:
+    """What a run chooses about the model beyond its shape; names as the flags.
+
+    Attributes:
+        modules: "torch" or "transformer_engine".
+        on_cuda: True on a GPU.
+        bf16: bf16 parameters with fp32 gradients and optimizer; False = fp32 throughout.
+    """
+
+    modules: str = "torch"
+    on_cuda: bool = False
+    bf16: bool = False
+    attention_backend: str = "auto"
+    moe_grouped_gemm: bool = True
+    moe_aux_loss_coeff: float = 0.0
+    cross_entropy_loss_fusion: bool = True
+    recompute_granularity: str = "none"
+    recompute_method: str | None = None
+    recompute_num_layers: int | None = None
+
+    @property
+    def params_dtype(self) -> torch.dtype:
+        """Dtype of parameters and activations."""
+        return torch.bfloat16 if self.bf16 else torch.float32
+
+
+def _moe_settings(shape: ModelShape, options: ModelOptions) -> dict:
+    """Routing as transformers does it: softmax over all experts, top-k, renormalised if norm_topk_prob.
+
+    Softmax after top-k equals softmax, top-k, renormalise; so megatron's pre-softmax is the negation of norm_topk_prob.
+    """
+    return {
+        "num_moe_experts": shape.num_experts,
+        "moe_router_topk": shape.moe_router_topk,
+        "moe_ffn_hidden_size": shape.moe_ffn_hidden_size,
+        "moe_router_pre_softmax": not shape.norm_topk_prob,
+        "moe_router_score_function": "softmax",
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": options.moe_aux_loss_coeff,
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": options.moe_grouped_gemm,
+        "moe_layer_freq": 1,
+    }
+
+
+def transformer_config(shape: ModelShape, layout: ParallelLayout, options: ModelOptions) -> TransformerConfig:
+    """Build megatron's configuration; every field that this project depends on is given, none is left to a default."""
+    te = options.modules == "transformer_engine"
+    full = options.recompute_granularity == "full"
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_query_groups,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        layernorm_epsilon=shape.rms_norm_eps,
+        normalization="RMSNorm",
+        qk_layernorm=True,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=shape.initializer_range,
+        perform_initialization=False,  # every parameter is read from the checkpoint, and that is checked
+        params_dtype=options.params_dtype,
+        pipeline_dtype=options.params_dtype,
+        bf16=options.bf16,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        sequence_parallel=layout.sequence_parallel,
+        calculate_per_token_loss=True,
+        batch_p2p_comm=options.on_cuda,  # gloo has no batched send and receive
+        overlap_p2p_comm=False,
+        deallocate_pipeline_outputs=True,
+        recompute_granularity="full" if full else None,
+        recompute_method=options.recompute_method if full else None,
+        recompute_num_layers=options.recompute_num_layers if full else None,
+        # Megatron's fused form rounds the logits' gradient to bf16 whatever the run's dtype: not in an fp32 run.
+        cross_entropy_loss_fusion=options.cross_entropy_loss_fusion and options.bf16,
+        cross_entropy_fusion_impl="native",
+        attention_backend=AttnBackend[options.attention_backend],
+        attention_softmax_in_fp32=True,
+        bias_activation_fusion=options.on_cuda,
+        bias_dropout_fusion=options.on_cuda,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=te,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        transformer_impl="transformer_engine" if te else "local",
+        **(_moe_settings(shape, options) if shape.is_moe else {}),
+    )

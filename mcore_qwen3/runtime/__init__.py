@@ -1,0 +1,1 @@
+"""Devices, CPU stand-ins, process groups and seeds: the only package that names a device or backend to torch."""

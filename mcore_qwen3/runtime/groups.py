@@ -1,0 +1,96 @@
+"""Start and end torch.distributed and megatron's process groups for one layout."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from mcore_qwen3.arch.layout import ParallelLayout
+from mcore_qwen3.errors import LaunchError
+from mcore_qwen3.runtime.device import Device
+
+
+def quiet_imports() -> None:
+    """Keep the log readable: megatron warns once a module about every accelerator that is not installed."""
+    warnings.filterwarnings("ignore", message=".*(Apex|apex|Transformer Engine|transformer_engine).*")
+    warnings.filterwarnings("ignore", module=r"megatron\..*", category=UserWarning)
+
+
+def prepare_megatron(device: Device) -> None:
+    """Make megatron-core importable for this device; call before anything imports megatron."""
+    quiet_imports()
+    if not device.is_cuda:
+        from mcore_qwen3.runtime import cpu_standins
+
+        cpu_standins.install()
+
+
+def start_process_group(device: Device, timeout_s: float = 1800.0) -> None:
+    """Join the world that torchrun described in the environment, or a world of one when there is none.
+
+    Raises:
+        LaunchError: the ranks did not meet within the time-out.
+    """
+    if dist.is_initialized():
+        return
+    options = {"device_id": device.torch_device} if device.is_cuda else {}
+    timeout = timedelta(seconds=timeout_s)
+    if "RANK" not in os.environ:
+        store = dist.HashStore()
+        dist.init_process_group(device.backend, store=store, rank=0, world_size=1, timeout=timeout, **options)
+        return
+    try:
+        dist.init_process_group(device.backend, timeout=timeout, **options)
+    except (RuntimeError, ValueError) as exc:
+        raise LaunchError(
+            "all ranks must meet at MASTER_ADDR:MASTER_PORT",
+            seen=f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {exc}",
+            fix="check that every node was started and can reach that address",
+        ) from exc
+
+
+def start_model_parallel(layout: ParallelLayout) -> None:
+    """Create megatron's groups (rank order tp-cp-ep-dp-pp) for the layout, replacing older ones."""
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.get_world_size() != layout.world_size:
+        raise LaunchError(
+            "the number of joined ranks must be the layout's", seen=f"{dist.get_world_size()} of {layout.world_size}"
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        create_gloo_process_groups=True,
+    )
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, numpy and torch, and megatron's tracker (different streams for tensor-parallel ranks)."""
+    import random
+
+    import numpy as np
+    from megatron.core import tensor_parallel
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def stop_process_group() -> None:
+    """Leave megatron's groups and torch.distributed; safe to call twice."""
+    if not dist.is_initialized():
+        return
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

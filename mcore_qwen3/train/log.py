@@ -1,0 +1,191 @@
+"""What a run tells: a bar on a terminal, lines elsewhere, every step in `<save>/train_log.jsonl`, `<save>/loss.png`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from mcore_qwen3.train.step import StepResult
+
+LOG_FILE = "train_log.jsonl"
+PLOT_FILE = "loss.png"
+
+
+class TrainLog:
+    """The log of one rank; only rank 0 writes, the others' calls do nothing.
+
+    Args:
+        directory: the run's save directory.
+        train_iters: steps of the whole run.
+        log_interval: steps between two printed lines.
+        active: True on rank 0.
+        start_iteration: finished steps at the start; older records past it are overruled by a start mark.
+    """
+
+    def __init__(
+        self, directory: Path, train_iters: int, log_interval: int, *, active: bool, start_iteration: int
+    ) -> None:
+        self.path = directory / LOG_FILE
+        self._train_iters, self._interval, self._active = train_iters, log_interval, active
+        self._start, self._began = start_iteration, time.monotonic()
+        self._other_time = 0.0
+        self._window: list[tuple[StepResult, float, int]] = []
+        self._bar: Progress | None = None
+        if active:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a", encoding="utf-8")
+            self._write({"event": "start", "iteration": start_iteration})
+            if sys.stdout.isatty():
+                self._open_bar()
+
+    def _open_bar(self) -> None:
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20), TextColumn("{task.description}"))
+        self._bar = Progress(*columns, console=Console(), transient=False)
+        self._bar.start()
+        self._task = self._bar.add_task("", total=self._train_iters, completed=self._start)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def say(self, text: str) -> None:
+        """Print a line (above the bar)."""
+        if not self._active:
+            return
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, flush=True)
+
+    def step(
+        self, iteration: int, result: StepResult, *, lr: float, tokens: int, seconds: float, wait: float, memory: float
+    ) -> None:
+        """Record a finished step.
+
+        Args:
+            iteration: number of the step, from 1.
+            result: what it did.
+            lr: its learning rate.
+            tokens: tokens of the global batch without padding.
+            seconds: its duration, waiting for data included.
+            wait: seconds of it spent waiting for data.
+            memory: peak GiB, the largest rank's.
+        """
+        if not self._active:
+            return
+        self._window.append((result, seconds, tokens))
+        left = (self._train_iters - iteration) * self._mean_seconds(iteration)
+        record = {
+            "iteration": iteration,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": lr,
+            "tokens": tokens,
+            "trained_tokens": result.trained_tokens,
+            "tokens_per_second": tokens / seconds,
+            "step_seconds": seconds,
+            "data_wait_seconds": wait,
+            "memory_gib": memory,
+            "seconds_left": left,
+        }
+        if result.balance_loss is not None:
+            record["balance_loss"] = result.balance_loss
+        self._write(record)
+        if iteration % self._interval == 0 or iteration in (self._start + 1, self._train_iters):
+            self._show(iteration, lr, memory, left)
+
+    def _mean_seconds(self, iteration: int) -> float:
+        """Seconds a step so far, without evaluation and saving."""
+        return (time.monotonic() - self._began - self._other_time) / max(1, iteration - self._start)
+
+    def _show(self, iteration: int, lr: float, memory: float, left: float) -> None:
+        results = [result for result, _, _ in self._window]
+        trained = sum(result.trained_tokens for result in results)
+        loss = sum(result.loss * result.trained_tokens for result in results) / max(1, trained)
+        seconds, tokens = (sum(item[index] for item in self._window) for index in (1, 2))
+        last = results[-1]
+        parts = [f"loss {loss:.4f}"]
+        if last.balance_loss is not None:
+            parts.append(f"balance {last.balance_loss:.4f}")
+        norm = "skipped: no trained token" if last.grad_norm is None else f"{last.grad_norm:.3f}"
+        parts += [
+            f"grad norm {norm}",
+            f"lr {lr:.3e}",
+            f"{tokens / seconds:,.0f} tokens/s",
+            f"{memory:.2f} GiB",
+            f"{timedelta(seconds=round(left))} left",
+        ]
+        text = " | ".join(parts)
+        self._window = []
+        if self._bar is not None:
+            self._bar.update(self._task, completed=iteration, description=text)
+        else:
+            print(f"step {iteration}/{self._train_iters} | {text}", flush=True)
+
+    def evaluation(self, iteration: int, loss: float, trained_tokens: int) -> None:
+        """Record an evaluation: mean loss over all trained tokens of the fixed set."""
+        if self._active:
+            self._write({"event": "eval", "iteration": iteration, "eval_loss": loss, "trained_tokens": trained_tokens})
+            self.say(f"step {iteration}/{self._train_iters} | eval loss {loss:.4f} over {trained_tokens:,} tokens")
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around work that is no step: its time does not count in the time left."""
+        began = time.monotonic()
+        yield
+        self._other_time += time.monotonic() - began
+
+    def close(self) -> None:
+        """Draw the loss and end the bar."""
+        if not self._active:
+            return
+        if self._bar is not None:
+            self._bar.stop()
+        self._file.close()
+        plot(self.path)
+        print(f"log: {self.path}; loss curve: {self.path.with_name(PLOT_FILE)}", flush=True)
+
+
+def read_log(path: Path) -> Iterator[dict[str, Any]]:
+    """The records that count: after a restart, those past the restored step are overruled by the new run's."""
+    records: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        if record.get("event") == "start":
+            records = [older for older in records if older["iteration"] <= record["iteration"]]
+        else:
+            records.append(record)
+    return iter(records)
+
+
+def plot(log: Path) -> Path:
+    """Draw training and evaluation loss over steps into `loss.png` beside the log."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    records = list(read_log(log))
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    for name, key in (("train", "loss"), ("eval", "eval_loss")):
+        points = [(record["iteration"], record[key]) for record in records if key in record]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=name, marker="o" if key == "eval_loss" else None)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per trained token)")
+    axes.grid(alpha=0.3)
+    if axes.has_data():
+        axes.legend()
+    path = log.with_name(PLOT_FILE)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
+    return path

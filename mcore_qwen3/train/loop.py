@@ -1,0 +1,153 @@
+"""The training loop: steps, evaluations, saves, and a stop when asked."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer
+
+from mcore_qwen3.data.batches import StepBatch
+from mcore_qwen3.runtime.device import Device, memory_gib
+from mcore_qwen3.train.checkpoint import CheckpointWriter, save_checkpoint
+from mcore_qwen3.train.log import TrainLog
+from mcore_qwen3.train.schedule import LearningRate
+from mcore_qwen3.train.state import TrainState
+from mcore_qwen3.train.step import evaluate_step, train_step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """When to do what; names as the flags.
+
+    Attributes:
+        train_iters: steps of the whole run.
+        global_batch_size: rows a step.
+        save: where checkpoints go.
+        save_optimizer: False with `--no_save_optim`.
+    """
+
+    train_iters: int
+    global_batch_size: int
+    eval_interval: int
+    save_interval: int
+    save: Path
+    save_optimizer: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What the loop works with, built by the command line.
+
+    Attributes:
+        batches: the steps of this rank from `state.consumed_samples` on.
+        evaluation: gives the fixed evaluation batches, None without validation data.
+        after_save: called on every rank with each finished checkpoint's directory.
+    """
+
+    device: Device
+    model: DistributedDataParallel
+    optimizer: ChainedOptimizer
+    schedule: LearningRate
+    batches: Iterator[StepBatch]
+    evaluation: Callable[[], Iterator[StepBatch]] | None
+    writer: CheckpointWriter
+    after_save: Callable[[Path], None]
+    log: TrainLog
+
+
+class StopRequest:
+    """A signal's wish to save and stop, agreed on by all ranks: it may reach them at different steps."""
+
+    def __init__(self) -> None:
+        self._signal = 0
+
+    def set(self, signum: int) -> None:
+        """Remember the signal; called from a signal handler."""
+        self._signal = signum
+
+    def agreed(self) -> str:
+        """The signal's name if any rank has one, else "". Collective."""
+        number = torch.tensor(self._signal, dtype=torch.int32, device=torch.cuda.current_device())
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+        return signal.Signals(int(number)).name if int(number) else ""
+
+
+def train(plan: Plan, parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
+    """Run steps from `state` to the end or to a stop request, then save.
+
+    Returns:
+        The state at the end; `stopped_by` says why it is the end.
+
+    Raises:
+        NonFiniteError: loss or gradient norm is not finite; the last checkpoint is untouched.
+        SaveError: a checkpoint could not be written.
+    """
+    while state.iteration < plan.train_iters and not state.stopped_by:
+        state = _one_step(plan, parts, state)
+        at_end = state.iteration == plan.train_iters
+        if parts.evaluation is not None and (at_end or state.iteration % plan.eval_interval == 0):
+            evaluate(parts, state.iteration)
+        state = replace(state, stopped_by="end" if at_end else stop.agreed())
+        if state.stopped_by or state.iteration % plan.save_interval == 0:
+            _save(plan, parts, state)
+    return state
+
+
+def _one_step(plan: Plan, parts: Parts, state: TrainState) -> TrainState:
+    began = time.monotonic()
+    batch = next(parts.batches)
+    wait = time.monotonic() - began
+    lr = parts.schedule.at(state.iteration)
+    result = train_step(parts.model, parts.optimizer, batch, lr)
+    state = state.after_step(
+        samples=plan.global_batch_size,
+        tokens=batch.global_tokens,
+        trained_tokens=result.trained_tokens,
+        updated=result.grad_norm is not None,
+    )
+    parts.log.step(
+        state.iteration,
+        result,
+        lr=lr,
+        tokens=batch.global_tokens,
+        seconds=time.monotonic() - began,
+        wait=wait,
+        memory=_largest_memory(parts.device),
+    )
+    return state
+
+
+def _largest_memory(device: Device) -> float:
+    """Peak GiB of the rank that uses most. Collective."""
+    memory = torch.tensor(memory_gib(device), device=torch.cuda.current_device())
+    dist.all_reduce(memory, op=dist.ReduceOp.MAX)
+    return float(memory)
+
+
+def evaluate(parts: Parts, iteration: int) -> float:
+    """Mean loss over all trained tokens of the evaluation set, logged and returned. Collective."""
+    assert parts.evaluation is not None
+    total, trained = 0.0, 0
+    with parts.log.paused():
+        for batch in parts.evaluation():
+            part, count = evaluate_step(parts.model, batch)
+            total, trained = total + part, trained + count
+    loss = total / trained
+    parts.log.evaluation(iteration, loss, trained)
+    return loss
+
+
+def _save(plan: Plan, parts: Parts, state: TrainState) -> None:
+    optimizer = parts.optimizer if plan.save_optimizer else None
+    with parts.log.paused():
+        directory = save_checkpoint(plan.save, state, parts.model, optimizer, parts.writer)
+        parts.log.say(f"saved {directory}")
+        parts.after_save(directory)
+

@@ -1,0 +1,142 @@
+"""Adam's moments (and bf16's fp32 weights) as pieces of global tensors, so that any layout can read what another wrote.
+
+Megatron's distributed optimizer keeps, of each parameter, one flat range a data-parallel rank. A flat range of a row-major
+array is a few rectangles, and a rectangle has a place in the global tensor: so each rank writes and reads its own part,
+nothing is gathered, and no format depends on the layout. Names on disk are megatron's: `optimizer.state.exp_avg.<weight>`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.module import MegatronModule
+
+from mcore_qwen3.errors import ConversionError
+from mcore_qwen3.model.pieces import Block, Index, Piece, flat_range_blocks, pieces
+from mcore_qwen3.model.weights import Source, check_shape, read_block
+
+PREFIX = "optimizer.state."
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTER = "param"
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """A rectangle of one state tensor that this rank holds.
+
+    Attributes:
+        key: name on disk.
+        global_shape: of the weight, vocabulary padded for this layout.
+        block: the rectangle in the global tensor.
+        values: a view of this rank's state, of the rectangle's shape without leading axes.
+        is_first_copy: False if another tensor- or pipeline-parallel rank holds the same values.
+        is_vocabulary: the first axis may be padded differently elsewhere.
+    """
+
+    key: str
+    global_shape: Index
+    block: Block
+    values: torch.Tensor
+    is_first_copy: bool
+    is_vocabulary: bool
+
+
+def ensure_state(optimizer: ChainedOptimizer) -> None:
+    """Allocate the moments of an optimizer that has not stepped yet, all zero, without changing a weight.
+
+    A step with zero gradients and learning rate 0 allocates them in torch's, apex's and transformer-engine's Adam alike.
+    """
+    for part in optimizer.chained_optimizers:
+        assert isinstance(part, DistributedOptimizer)
+        if not part.optimizer.state:
+            for group in part.optimizer.param_groups:
+                group["lr"] = 0.0
+            part._init_optimizer_states_with_dummy_values()
+
+
+def set_step(optimizer: ChainedOptimizer, step: int) -> None:
+    """Set the number of finished updates, which Adam's bias correction counts."""
+    for part in optimizer.chained_optimizers:
+        for state in part.optimizer.state.values():
+            if "step" in state:  # torch: a tensor a parameter
+                state["step"] = torch.full_like(torch.as_tensor(state["step"]), step)
+        for group in part.optimizer.param_groups:
+            if "step" in group:  # apex and transformer-engine: a number a group
+                group["step"] = step
+
+
+def state_parts(model: MegatronModule, optimizer: ChainedOptimizer, *, with_master: bool) -> Iterator[StatePart]:
+    """Every rectangle of this rank's optimizer state.
+
+    Args:
+        model: the wrapped model's inner module.
+        optimizer: with allocated state (`ensure_state`).
+        with_master: also the fp32 weights that bf16 parameters are rounded from.
+    """
+    by_parameter: dict[torch.nn.Parameter, list[Piece]] = defaultdict(list)
+    for piece in pieces(model):
+        by_parameter[piece.parameter].append(piece)
+    names = (*MOMENTS, *((MASTER,) if with_master else ()))
+    for part in optimizer.chained_optimizers:
+        for parameter, start, stop in _own_ranges(part):
+            tensors = part._get_main_param_and_optimizer_states(parameter)
+            for flat, rectangle in flat_range_blocks(start, stop, tuple(parameter.shape)):
+                for piece in by_parameter[parameter]:
+                    common = rectangle.intersect(piece.block)
+                    if common is None:
+                        continue
+                    inner = common.relative_to(rectangle).slices
+                    for name in names:
+                        flat_values = tensors[name].view(-1)[flat - start :][: math.prod(rectangle.sizes)]
+                        yield StatePart(
+                            key=f"{PREFIX}{name}.{piece.key}",
+                            global_shape=piece.global_shape,
+                            block=piece.global_block(common),
+                            values=flat_values.view(rectangle.sizes)[inner],
+                            is_first_copy=not any(piece.copies[:-1]),
+                            is_vocabulary=piece.is_vocabulary,
+                        )
+
+
+def _own_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
+    """(parameter, first, last + 1 flat position) of what this data-parallel rank updates."""
+    for ranges in part.gbuf_ranges:
+        for buckets in ranges.values():
+            for bucket in buckets:
+                for parameter, where in bucket["param_map"].items():
+                    yield parameter, where["param"].start, where["param"].end
+
+
+def read_state(
+    model: MegatronModule, optimizer: ChainedOptimizer, source: Source, *, step: int, with_master: bool
+) -> None:
+    """Fill this rank's optimizer state from a checkpoint of any layout.
+
+    Args:
+        model: the wrapped model's inner module.
+        optimizer: a fresh optimizer.
+        source: gives the `optimizer.state.*` entries.
+        step: finished updates of the checkpoint.
+        with_master: the run is bf16; the fp32 weights are read where the checkpoint has them (an fp32 run's has not: there
+            the weights themselves, already read, are exact).
+
+    Raises:
+        ConversionError: an entry is missing or of another shape.
+    """
+    ensure_state(optimizer)
+    entries = source.entries()
+    has_master = any(key.startswith(f"{PREFIX}{MASTER}.") for key in entries)
+    for part in state_parts(model, optimizer, with_master=with_master and has_master):
+        if part.key not in entries:
+            raise ConversionError("the checkpoint lacks optimizer state of the model", seen=part.key)
+        stored = tuple(entries[part.key].shape)
+        check_shape(part.key, part.global_shape, stored, part.is_vocabulary)
+        read_block(source, part.key, stored, part.block.slices, part.values)
+    set_step(optimizer, step)
+

@@ -1,0 +1,55 @@
+"""Where a run stands: everything besides weights and optimizer state that a continued run needs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+FILE = "train_state.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainState:
+    """Progress of a run.
+
+    The learning rate follows from `iteration`, the data's place from `consumed_samples`; both need no state of their own.
+    Nothing in training draws random numbers (no dropout; the data's order comes from the seed), so none are kept.
+
+    Attributes:
+        iteration: finished steps, skipped ones included.
+        optimizer_steps: updates that Adam has made; its bias correction counts them.
+        consumed_samples: rows (packs) taken from the data.
+        consumed_tokens: tokens of those rows without padding.
+        trained_tokens: tokens that had a loss.
+        has_optimizer: the checkpoint holds the moments.
+        stopped_by: why the run ended here: "" = it went on, "end", or a signal's name.
+    """
+
+    iteration: int = 0
+    optimizer_steps: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    trained_tokens: int = 0
+    has_optimizer: bool = True
+    stopped_by: str = ""
+
+    def after_step(self, *, samples: int, tokens: int, trained_tokens: int, updated: bool) -> TrainState:
+        """The state after one more step."""
+        return replace(
+            self,
+            iteration=self.iteration + 1,
+            optimizer_steps=self.optimizer_steps + updated,
+            consumed_samples=self.consumed_samples + samples,
+            consumed_tokens=self.consumed_tokens + tokens,
+            trained_tokens=self.trained_tokens + trained_tokens,
+        )
+
+    def write(self, directory: Path) -> None:
+        """Write `train_state.json`."""
+        (directory / FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @staticmethod
+    def read(directory: Path) -> TrainState:
+        """Read `train_state.json`; fields that this version does not know are errors."""
+        return TrainState(**json.loads((directory / FILE).read_text()))

@@ -1,0 +1,236 @@
+"""Functions that run inside the ranks of a pool: build, step, gather. Results are compared in the test's own process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from helpers.tiny import Sample
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Group sizes of a test."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    data: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    def __str__(self) -> str:
+        names = {"tensor": "TP", "pipeline": "PP", "expert": "EP", "expert_tensor": "ETP", "data": "DP"}
+        parts = [f"{short}{getattr(self, name)}" for name, short in names.items() if getattr(self, name) > 1]
+        return "x".join(parts) or "one"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the batch is cut: micro-batch size, packs of `pack` samples (1 = no packing)."""
+
+    micro_batch: int = 1
+    pack: int = 1
+
+
+def rows_of(samples: list[Sample], cut: Cut) -> list[list[Sample]]:
+    """Samples -> rows; with packing each row holds `pack` samples."""
+    return [samples[i : i + cut.pack] for i in range(0, len(samples), cut.pack)]
+
+
+def step_batch(samples: list[Sample], cut: Cut, data: int, dp_rank: int, multiple: int) -> Any:
+    """This rank's StepBatch of one global batch, by the trainer's own collation."""
+    from mcore_qwen3.data.batches import StepBatch, _tensors
+    from mcore_qwen3.data.collate import micro_batch_arrays
+
+    rows = rows_of(samples, cut)
+    assert len(rows) % (data * cut.micro_batch) == 0
+    longest = max(sum(len(sample.ids) for sample in row) for row in rows)
+    length = -(-longest // multiple) * multiple
+    count = len(rows) // (data * cut.micro_batch)
+    places = np.arange(len(rows)).reshape(count, data, cut.micro_batch)[:, dp_rank]
+    micro_batches = [
+        _tensors(micro_batch_arrays([[(s.ids, s.mask) for s in rows[i]] for i in group], length, 0)) for group in places
+    ]
+    trained = sum(int(sample.mask[1:].sum()) for sample in samples)
+    tokens = sum(len(sample.ids) for sample in samples)
+    return StepBatch(micro_batches, length, places, tokens, trained, tokens, trained)
+
+
+def build(model_dir: str, layout: Layout, **options: Any) -> tuple[Any, Any]:
+    """(shape, model with the weights of `model_dir`) on this rank."""
+    import torch.distributed as dist
+
+    from mcore_qwen3.arch.layout import resolve_layout
+    from mcore_qwen3.arch.shape import read_model_shape
+    from mcore_qwen3.converters import open_source
+    from mcore_qwen3.model.build import build_model
+    from mcore_qwen3.model.config import ModelOptions
+    from mcore_qwen3.model.weights import read_weights
+    from mcore_qwen3.runtime import groups
+
+    shape = read_model_shape(model_dir)
+    resolved = resolve_layout(
+        dist.get_world_size(),
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        expert=layout.expert,
+        expert_tensor=layout.expert_tensor,
+        sequence_parallel=options.pop("sequence_parallel", False),
+        shape=shape,
+    )
+    groups.start_model_parallel(resolved)
+    groups.seed_everything(1)
+    model = build_model(shape, resolved, ModelOptions(**options))
+    with open_source(model_dir, shape) as source:
+        read_weights(model, source)
+    return resolved, model
+
+
+def gather_gradients(ddp: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:
+    """This rank's gradients as (key, global shape, global start, values).
+
+    The distributed optimizer leaves each data-parallel rank only its reduced part of the buffer: the parts are gathered.
+    """
+    import torch.distributed as dist
+
+    from mcore_qwen3.model.build import unwrapped
+    from mcore_qwen3.model.pieces import pieces
+
+    for buffer in ddp.buffers + ddp.expert_parallel_buffers:
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather(list(bucket.grad_data.chunk(group.size())), own, group=group)
+    result = []
+    for piece in pieces(unwrapped(ddp)):
+        place = piece.global_block(piece.block)
+        values = piece.parameter.main_grad[piece.block.slices].reshape(place.sizes).clone()
+        result.append((piece.key, piece.global_shape, place.starts, values))
+    return result
+
+
+def run_steps(
+    model_dir: str,
+    layout: Layout,
+    batches: list[list[Sample]],
+    cut: Cut,
+    *,
+    lr: float = 1e-3,
+    gradients: bool = True,
+    sabotage: str = "",
+    **options: Any,
+) -> dict[str, Any]:
+    """Train on the batches from the files in `model_dir`.
+
+    Returns:
+        losses, grad_norms and balance losses by step, and the first step's gradients of this rank.
+    """
+    from megatron.core import parallel_state
+
+    from mcore_qwen3.train.optimizer import AdamSettings, build_optimizer, wrap_for_data_parallel
+    from mcore_qwen3.train.step import train_step
+
+    resolved, model = build(model_dir, layout, **options)
+    ddp = wrap_for_data_parallel(model)
+    if sabotage:
+        _sabotage(sabotage, ddp)
+    optimizer = build_optimizer(ddp, AdamSettings(weight_decay=0.1, clip_grad=1.0))
+    multiple = 2 * resolved.tensor
+    losses, norms, balances, first = [], [], [], []
+    for number, samples in enumerate(batches):
+        batch = step_batch(samples, cut, resolved.data, parallel_state.get_data_parallel_rank(), multiple)
+        if number == 0 and gradients:
+            first = first_gradients(ddp, optimizer, batch)
+        result = train_step(ddp, optimizer, batch, lr)
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+        balances.append(result.balance_loss)
+    return {"losses": losses, "grad_norms": norms, "balance": balances, "gradients": first}
+
+
+def first_gradients(ddp: Any, optimizer: Any, batch: Any) -> list[Any]:
+    """Gradients of one batch before any update, gathered."""
+    from mcore_qwen3.model.router import set_step_scale
+    from mcore_qwen3.train.optimizer import zero_gradients
+    from mcore_qwen3.train.step import run_schedule
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    zero_gradients(ddp, optimizer)
+    set_step_scale(
+        batch.global_trained_tokens, len(batch.micro_batches), parallel_state.get_data_parallel_world_size()
+    )
+    run_schedule(ddp, batch.micro_batches, forward_only=False)
+    get_moe_metrics_tracker().clear()
+    return gather_gradients(ddp)
+
+
+def _sabotage(kind: str, ddp: Any) -> None:
+    """Plant a missing all-reduce."""
+    if kind == "data":  # gradients are not summed over data-parallel ranks
+        ddp.finish_grad_sync = lambda *args, **kwargs: None
+        ddp.start_grad_sync = lambda *args, **kwargs: None
+    elif kind == "norms":  # partial gradients of replicated weights are not summed over tensor-parallel ranks
+        for parameter in ddp.parameters():
+            if hasattr(parameter, "sequence_parallel"):
+                parameter.sequence_parallel = False
+    else:
+        raise ValueError(kind)
+
+
+def assemble(ranks: list[dict[str, Any]], *, atol: float = 0.0) -> dict[str, torch.Tensor]:
+    """Put the ranks' pieces together; copies of the same values on several ranks must agree, and nothing may be missing."""
+    whole: dict[str, torch.Tensor] = {}
+    seen: dict[str, torch.Tensor] = {}
+    for rank in ranks:
+        for key, shape, starts, values in rank["gradients"]:
+            if key not in whole:
+                whole[key], seen[key] = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
+            place = tuple(slice(start, start + size) for start, size in zip(starts, values.shape, strict=True))
+            if seen[key][place].any():
+                torch.testing.assert_close(values, whole[key][place], rtol=0, atol=atol, msg=f"copies of {key} differ")
+            whole[key][place] = values
+            seen[key][place] = True
+    for key, filled in seen.items():
+        assert filled.all(), f"{key} is not complete"
+    return whole
+
+
+def read_all(model_dir: Path | str) -> dict[str, torch.Tensor]:
+    """Every global tensor of a Hugging Face directory under its torch_dist key."""
+    from mcore_qwen3.arch.shape import read_model_shape
+    from mcore_qwen3.converters import open_source
+
+    with open_source(model_dir, read_model_shape(model_dir)) as source:
+        return {key: source.read(key, (slice(None),) * len(entry.shape)) for key, entry in source.entries().items()}
+
+
+def reference_gradients(model: torch.nn.Module, directory: Path) -> dict[str, torch.Tensor]:
+    """The gradients of a transformers model under torch_dist keys: written as if they were weights, then read."""
+    weights = {name: parameter.data for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.data = parameter.grad.clone()
+    model.save_pretrained(directory)
+    for name, parameter in model.named_parameters():
+        parameter.data = weights[name]
+    return read_all(directory)
+
+
+def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
+    """max |a - b| / max |b|; zero must meet zero."""
+    ours = ours[: reference.shape[0]]  # vocabulary padding
+    largest = float(reference.abs().max())
+    if largest == 0:
+        assert float(ours.abs().max()) == 0
+        return 0.0
+    return float((ours - reference).abs().max()) / largest
+
+
