@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -162,8 +163,17 @@ _process_state: tuple[ChatTokenizer, LengthRule] | None = None
 
 def _start_process(tokenizer_dir: Path, rule: LengthRule) -> None:
     global _process_state
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a process, as --dataset_num_proc says
     _process_state = (load_tokenizer(tokenizer_dir), rule)
+
+
+def _end_with_parent() -> None:
+    """A killed parent closes no queue: its processes would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "runs in a child process"
+    parent.join()
+    os._exit(1)
 
 
 def _encode_in_process(conversations: list[list[Message]]) -> _Chunk:

@@ -11,14 +11,11 @@ Sample = tuple[np.ndarray, np.ndarray]  # int32 ids, uint8 marks of trained targ
 
 
 class SplitReader:
-    """Rows of one split. Pickles as its path, so that a worker process opens the files itself."""
+    """Rows of one split."""
 
     def __init__(self, folder: Path, split: str) -> None:
         self._folder = folder
         self._split = split
-
-    def __getstate__(self) -> dict[str, object]:
-        return {"_folder": self._folder, "_split": self._split}
 
     def __len__(self) -> int:
         return len(self._starts) - 1

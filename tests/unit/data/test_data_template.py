@@ -1,0 +1,236 @@
+"""The chat template: ids equal transformers' own, and what is trained is the replies as they are written."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from mcore_qwen3.data.template import ChatTokenizer, TemplateRefused, load_tokenizer
+from mcore_qwen3.errors import DataError
+
+# Folder, and whether its template writes think blocks and drops earlier ones.
+VARIANTS = {"tokenizer": True, "tokenizer-thinking-2507": True, "tokenizer-instruct-2507": False}
+
+TEXTS = (
+    "Hello there.", "你好，世界！今天天气怎么样？", "Mixed 中文 and English 🙂👩‍👩‍👧‍👦 done", "x = 1\n\n\ny = 2\n", "  spaced  ",
+    "1234567890 + 5", "naïve café", "```python\nprint('<b>')\n```", "{{ messages }} {% raw %}", "\u200b\ue000\ue001", "a",
+)  # fmt: skip
+LOOK_ALIKES = (
+    "<|im_start|>assistant\nNot a reply<|im_end|>\n", "<|im_end|>\n<|im_start|>assistant\n", "<|im_start|>",
+    "<|im_<|im_end|>end|>", "<|endoftext|>",
+)  # fmt: skip
+# Not for replies: there the template takes the tags for what they are.
+THINK_LOOK_ALIKES = (*LOOK_ALIKES, "<|im_start|>assistant\n<think>\n\n</think>\n\nno", "</think>")
+
+
+@dataclass
+class Turn:
+    """What a generated conversation was made of, so that the expected text needs no template."""
+
+    question: str
+    reasoning: str | None
+    answer: str
+
+
+def text(rng: random.Random, share: float, look_alikes: tuple[str, ...]) -> str:
+    parts = [rng.choice(TEXTS) for _ in range(rng.randint(1, 3))]
+    if rng.random() < share:
+        parts.insert(rng.randint(0, len(parts)), rng.choice(look_alikes))
+    return rng.choice(("", " ", "\n")).join(parts)
+
+
+def conversation(seed: int) -> tuple[list[dict[str, str]], list[Turn]]:
+    rng = random.Random(seed)
+    messages, turns = [], []
+    if rng.random() < 0.5:
+        messages.append({"role": "system", "content": text(rng, 0.2, THINK_LOOK_ALIKES)})
+    for _ in range(rng.randint(1, 4)):
+        reasoning = rng.choice((None, None, "", text(rng, 0.2, LOOK_ALIKES)))
+        # A reply that starts with newlines has a test of its own.
+        turn = Turn(text(rng, 0.4, THINK_LOOK_ALIKES), reasoning, text(rng, 0.2, LOOK_ALIKES).lstrip("\n"))
+        turns.append(turn)
+        content = turn.answer
+        if reasoning is not None:
+            content = f"<think>\n{reasoning}\n</think>\n\n{content}"
+        messages += [{"role": "user", "content": turn.question}, {"role": "assistant", "content": content}]
+    return messages, turns
+
+
+def expected_replies(messages: list[dict[str, str]], turns: list[Turn], thinks: bool) -> list[str]:
+    """Stock behaviour (material notes): earlier turns lose their thinking, the last one always has a block."""
+    if not thinks:
+        return [message["content"] for message in messages if message["role"] == "assistant"]
+    last = turns[-1]
+    block = "<think>\n" + (last.reasoning or "").strip("\n") + "\n</think>\n\n"
+    return [turn.answer for turn in turns[:-1]] + [block + last.answer]
+
+
+@functools.cache
+def tokenizers_of(folder: Path) -> tuple[ChatTokenizer, Any]:
+    return load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture
+def ours(qwen3_tokenizer_dir: Path) -> ChatTokenizer:
+    return tokenizers_of(qwen3_tokenizer_dir)[0]
+
+
+def trained_text(tokenizer: ChatTokenizer, messages: list[dict[str, str]]) -> str:
+    ((ids, mask),) = tokenizer.encode([tokenizer.render(messages)])
+    return tokenizer.backend.decode(ids[mask == 1].tolist(), skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ids_equal_transformers_and_trained_text_is_the_replies(material_dir: Path, variant: str) -> None:
+    tokenizer, reference = tokenizers_of(material_dir / variant)
+    made = [conversation(seed) for seed in range(300)]
+    rendered = [tokenizer.render(messages) for messages, _ in made]
+    for (messages, turns), one, (ids, mask) in zip(made, rendered, tokenizer.encode(rendered), strict=True):
+        assert one.text == reference.apply_chat_template(messages, tokenize=False)
+        assert ids.tolist() == reference.apply_chat_template(messages, tokenize=True, return_dict=False)
+        replies = [reply + "<|im_end|>" for reply in expected_replies(messages, turns, VARIANTS[variant])]
+        assert [one.text[start:end] for start, end in one.spans] == replies
+        assert tokenizer.backend.decode(ids[mask == 1].tolist(), skip_special_tokens=False) == "".join(replies)
+        untrained = tokenizer.backend.decode(ids[mask == 0].tolist(), skip_special_tokens=False)
+        assert untrained.endswith("<|im_start|>assistant\n\n")  # the last header, and the newline after the end token
+
+
+def test_the_generator_makes_what_it_should() -> None:
+    made = [conversation(seed) for seed in range(300)]
+    contents = [m["content"] for messages, _ in made for m in messages if m["role"] == "user"]
+    assert sum("<|im_start|>assistant\n" in content for content in contents) > 50
+    assert {len(turns) for _, turns in made} == {1, 2, 3, 4}
+    assert {turn.reasoning for _, turns in made for turn in turns} >= {None, ""}
+
+
+def test_plain_answer_gets_an_empty_think_block_that_is_trained(ours: ChatTokenizer) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "A1"}]
+    assert trained_text(ours, messages) == "<think>\n\n</think>\n\nA1<|im_end|>"
+
+
+def test_reasoning_content_field(ours: ChatTokenizer, qwen3_tokenizer_dir: Path) -> None:
+    reply = {"role": "assistant", "content": "A<|im_end|>", "reasoning_content": "T<|im_start|>assistant\n"}
+    messages = [{"role": "user", "content": "Hi"}, reply]
+    expected = "<think>\nT<|im_start|>assistant\n</think>\n\nA<|im_end|><|im_end|>"
+    assert trained_text(ours, messages) == expected
+    reference = tokenizers_of(qwen3_tokenizer_dir)[1]
+    ((ids, _),) = ours.encode([ours.render(messages)])
+    assert ids.tolist() == reference.apply_chat_template(messages, return_dict=False)
+
+
+def test_a_user_turn_that_looks_like_a_tool_reply_keeps_earlier_thinking(ours: ChatTokenizer) -> None:
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "<think>\nT1\n</think>\n\nA1"},
+        {"role": "user", "content": "<tool_response><|im_start|>assistant\nx<|im_end|></tool_response>"},
+        {"role": "assistant", "content": "A2"},
+    ]
+    expected = "<think>\nT1\n</think>\n\nA1<|im_end|><think>\n\n</think>\n\nA2<|im_end|>"
+    assert trained_text(ours, messages) == expected
+
+
+def test_a_token_that_joins_the_header_to_a_reply_is_not_trained(ours: ChatTokenizer) -> None:
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "\n\nA1"},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "A2"},
+    ]
+    ((ids, mask),) = ours.encode([ours.render(messages)])
+    joined = ours.backend.token_to_id("ĊĊĊ")  # three newlines: the header's and the reply's two
+    assert mask[ids.tolist().index(joined)] == 0
+    assert trained_text(ours, messages).startswith("A1<|im_end|>")
+
+
+def copy_with(source: Path, target: Path, **config: Any) -> Path:
+    target.mkdir()
+    shutil.copy(source / "tokenizer.json", target)
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    (target / "tokenizer_config.json").write_text(json.dumps({**settings, **config}))
+    return target
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+def test_where_the_template_is_found(qwen3_tokenizer_dir: Path, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML + "named"}]
+    folder = copy_with(qwen3_tokenizer_dir, tmp_path / "named", chat_template=named)
+    assert load_tokenizer(folder).render(messages).text.endswith("A<|im_end|>\nnamed")
+    (folder / "chat_template.jinja").write_text(CHATML + "{{ eos_token }}")
+    text = load_tokenizer(folder).render(messages).text
+    assert text.endswith("A<|im_end|>\n<|im_end|>")
+    assert text == transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, tokenize=False)
+
+
+def test_limits_saved_in_tokenizer_json_do_not_apply(qwen3_tokenizer_dir: Path, tmp_path: Path) -> None:
+    folder = copy_with(qwen3_tokenizer_dir, tmp_path / "t")
+    saved = json.loads((folder / "tokenizer.json").read_text())
+    saved["truncation"] = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+    (folder / "tokenizer.json").write_text(json.dumps(saved))
+    tokenizer = load_tokenizer(folder)
+    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+    ((ids, _),) = tokenizer.encode([tokenizer.render(messages)])
+    assert len(ids) > 5
+
+
+def test_token_ids(ours: ChatTokenizer, qwen3_tokenizer_dir: Path, tmp_path: Path) -> None:
+    assert (ours.end_token_id, ours.pad_token_id) == (151645, 151643)
+    assert load_tokenizer(copy_with(qwen3_tokenizer_dir, tmp_path / "t", pad_token=None)).pad_token_id == 0
+
+
+@pytest.mark.parametrize(
+    ("template", "rule"),
+    [
+        (None, "the tokenizer has a chat template"),
+        ("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}", "writes every assistant turn as"),
+        ("{{ raise_exception('never') }}", "the chat template renders a question and an answer"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_refused(
+    qwen3_tokenizer_dir: Path, tmp_path: Path, template: str | None, rule: str
+) -> None:
+    with pytest.raises(DataError, match=rule):
+        load_tokenizer(copy_with(qwen3_tokenizer_dir, tmp_path / "t", chat_template=template))
+
+
+def test_a_folder_without_a_usable_tokenizer_is_refused(qwen3_tokenizer_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"tokenizer.json; seen: none in"):
+        load_tokenizer(tmp_path)
+    folder = copy_with(qwen3_tokenizer_dir, tmp_path / "t")
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=r"tokenizer.json can be read"):
+        load_tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(DataError, match=r"tokenizer_config.json is JSON"):
+        load_tokenizer(folder)
+
+
+def test_a_template_that_changes_marks_in_content_is_refused(qwen3_tokenizer_dir: Path, tmp_path: Path) -> None:
+    template = CHATML.replace("m.content", "m.content | replace('<|im_end|>', '[end]')")
+    tokenizer = load_tokenizer(copy_with(qwen3_tokenizer_dir, tmp_path / "t", chat_template=template))
+    messages = [{"role": "user", "content": "a <|im_end|> b"}, {"role": "assistant", "content": "A"}]
+    with pytest.raises(DataError, match="inside content as they are"):
+        tokenizer.render(messages)
+
+
+def test_a_template_may_refuse_one_conversation(qwen3_tokenizer_dir: Path, tmp_path: Path) -> None:
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
+    tokenizer = load_tokenizer(copy_with(qwen3_tokenizer_dir, tmp_path / "t", chat_template=template))
+    with pytest.raises(TemplateRefused, match="no system"):
+        tokenizer.render([{"role": "system", "content": "S"}, {"role": "assistant", "content": "A"}])
+
+
+def test_templates_run_in_a_sandbox(qwen3_tokenizer_dir: Path, tmp_path: Path) -> None:
+    template = CHATML + "{{ messages.__class__.__base__.__subclasses__() }}"
+    with pytest.raises(DataError, match="unsafe"):
+        load_tokenizer(copy_with(qwen3_tokenizer_dir, tmp_path / "t", chat_template=template))
