@@ -76,12 +76,15 @@ def open_or_build(cache_dir: Path, key: str, build: Callable[[Path], dict[str, A
                 shutil.rmtree(left)
             building = cache_dir / f"{key}.building-{os.getpid()}"
             building.mkdir()
-            manifest = build(building)
-            sizes = {file.name: file.stat().st_size for file in sorted(building.iterdir())}
-            (building / MANIFEST).write_text(json.dumps({**manifest, "files": sizes}, indent=1))
-            if folder.exists():
-                shutil.rmtree(folder)
-            building.rename(folder)
+            try:
+                manifest = build(building)
+                sizes = {file.name: file.stat().st_size for file in sorted(building.iterdir())}
+                (building / MANIFEST).write_text(json.dumps({**manifest, "files": sizes}, indent=1))
+                if folder.exists():  # not complete, else it would have been taken
+                    shutil.rmtree(folder)
+                building.rename(folder)
+            finally:
+                shutil.rmtree(building, ignore_errors=True)
     except OSError as error:
         raise DataError(
             "the cache of prepared data can be written", seen=error, fix="--data_cache_path, or make room there"
