@@ -18,30 +18,17 @@ from collections import deque
 from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-from .micro_batch import MicroBatch, build_micro_batch
-from .order import permutation
-from .prepare import TRAIN, VALIDATION, Prepared
-from .reader import SplitReader
+from mcore_qwen3.arch import BatchPlan
+from mcore_qwen3.data.micro_batch import MicroBatch, build_micro_batch
+from mcore_qwen3.data.order import permutation
+from mcore_qwen3.data.prepare import TRAIN, VALIDATION, Prepared
+from mcore_qwen3.data.reader import SplitReader
 
 EMPTY = -1  # the number of a row that only fills up the last evaluation batch
 UNPACKED_MULTIPLE = 8  # row lengths without packing are rounded up to it, for the matrix units of GPUs
-
-
-class BatchPlan(Protocol):
-    """How a step is cut; `arch.BatchPlan` is one. global_batch_size = micro_batch_size * data * num_microbatches."""
-
-    @property
-    def micro_batch_size(self) -> int: ...
-    @property
-    def global_batch_size(self) -> int: ...
-    @property
-    def data(self) -> int: ...
-    @property
-    def num_microbatches(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock, Timeout
 
-from ..errors import DataError
+from mcore_qwen3.errors import DataError
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import DataError
-from .messages import Conversation, Message
-from .tally import Tally
-from .template import ChatTokenizer, Rendered, TemplateRefused, load_tokenizer
+from mcore_qwen3.data.messages import Conversation, Message
+from mcore_qwen3.data.tally import Tally
+from mcore_qwen3.data.template import ChatTokenizer, Rendered, TemplateRefused, load_tokenizer
+from mcore_qwen3.errors import DataError
 
 CHUNK_ROWS = 128  # rows handed to a process, and to the tokenizer, at once
 NO_TRAINED_TOKENS = "without trained tokens"

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import DataError
-from .rows import Row
-from .tally import Tally
+from mcore_qwen3.data.rows import Row
+from mcore_qwen3.data.tally import Tally
+from mcore_qwen3.errors import DataError
 
 Message = dict[str, str]
 ROLES = ("system", "user", "assistant")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .reader import Sample
+from mcore_qwen3.data.reader import Sample
 
 
 @dataclass(frozen=True, slots=True)

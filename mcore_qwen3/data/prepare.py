@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import DataError
-from .cache import cache_key, file_digest, open_or_build, read_manifest, write_rows, write_samples
-from .messages import FileConversations, read_conversations
-from .order import permutation
-from .pack import one_a_row, pack
-from .rows import DataFile, local_files, read_rows
-from .tally import counted
-from .template import TURN_END, read_chat_files
+from mcore_qwen3.data.cache import cache_key, file_digest, open_or_build, read_manifest, write_rows, write_samples
+from mcore_qwen3.data.messages import FileConversations, read_conversations
+from mcore_qwen3.data.order import permutation
+from mcore_qwen3.data.pack import one_a_row, pack
+from mcore_qwen3.data.rows import DataFile, local_files, read_rows
+from mcore_qwen3.data.tally import counted
+from mcore_qwen3.data.template import TURN_END, read_chat_files
+from mcore_qwen3.errors import DataError
 
 if TYPE_CHECKING:
-    from .encode import Encoded, Encoder
+    from mcore_qwen3.data.encode import Encoded, Encoder
 
 TRAIN, VALIDATION = "train", "validation"
 TRAINED_RULE = (
@@ -142,7 +142,7 @@ def _key_facts(request: PrepareRequest, files: dict[str, list[DataFile]]) -> dic
 def _build(folder: Path, request: PrepareRequest, files: dict[str, list[DataFile]]) -> dict[str, Any]:
     """Fill the cache folder; returns the manifest. All files are read before the tokenizer is imported."""
     sources = {name: [read_conversations(file.name, read_rows(file)) for file in files[name]] for name in files}
-    from .encode import Encoder, LengthRule
+    from mcore_qwen3.data.encode import Encoder, LengthRule
 
     rule = LengthRule(request.max_length, request.truncation_strategy)
     with Encoder(request.tokenizer_dir, rule, request.dataset_num_proc) as encoder:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import DataError
+from mcore_qwen3.errors import DataError
 
 RULE = "a dataset is a local .jsonl, .json or .parquet file"
 SUFFIXES = (".jsonl", ".json", ".parquet")

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import DataError
-from .messages import Message
+from mcore_qwen3.data.messages import Message
+from mcore_qwen3.errors import DataError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -10,13 +10,13 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from mcore_qwen3.arch import BatchPlan, resolve_batch
 from mcore_qwen3.data.batches import StepBatch, eval_batches, train_batches
 from mcore_qwen3.data.cache import open_or_build, write_rows, write_samples
 from mcore_qwen3.data.micro_batch import MicroBatch, build_micro_batch
@@ -27,17 +27,6 @@ from mcore_qwen3.data.reader import Sample, SplitReader
 
 PAD = 99
 MAX_LENGTH = 16
-
-
-@dataclass(frozen=True)
-class Plan:
-    micro_batch_size: int
-    global_batch_size: int
-    data: int
-
-    @property
-    def num_microbatches(self) -> int:
-        return self.global_batch_size // (self.micro_batch_size * self.data)
 
 
 def make_samples(number: int, seed: int = 0) -> list[Sample]:
@@ -83,7 +72,7 @@ def prepared_data(tmp_path: Path, samples: Sequence[Sample], *, packing: bool, r
     return load_prepared(open_or_build(tmp_path, f"{packing}-{row_multiple}-{len(samples)}", build)[0])
 
 
-def steps(prepared: Prepared, plan: Plan, number: int, *, rank: int = 0, consumed: int = 0) -> list[StepBatch]:
+def steps(prepared: Prepared, plan: BatchPlan, number: int, *, rank: int = 0, consumed: int = 0) -> list[StepBatch]:
     stream = train_batches(prepared, plan, dp_rank=rank, consumed_samples=consumed, seed=7, num_workers=0)
     return list(itertools.islice(stream, number))
 
@@ -150,7 +139,7 @@ def check_micro_batch(batch: MicroBatch, rows: int, row_length: int) -> None:
 @pytest.mark.parametrize("row_multiple", [1, 3])
 def test_micro_batches_keep_the_contract(tmp_path: Path, packing: bool, row_multiple: int) -> None:
     prepared = prepared_data(tmp_path, make_samples(40), packing=packing, row_multiple=row_multiple)
-    plan = Plan(2, 8, 2)
+    plan = resolve_batch(2, 8, 2)
     per_rank = [steps(prepared, plan, 6, rank=rank) for rank in range(2)]
     lengths = SplitReader(prepared.path, "train").tokens
     for ranks in zip(*per_rank, strict=True):
@@ -178,8 +167,8 @@ def test_without_packing_a_step_is_as_long_as_its_longest_row_on_any_rank(tmp_pa
     long = (np.arange(11, dtype=np.int32), np.ones(11, np.uint8))
     prepared = prepared_data(tmp_path, [*short, long], packing=False)
     for rank in range(4):
-        assert [step.row_length for step in steps(prepared, Plan(1, 4, 4), 2, rank=rank)].count(16) == 1
-        assert [step.row_length for step in steps(prepared, Plan(1, 8, 4), 1, rank=rank)] == [16]
+        assert [step.row_length for step in steps(prepared, resolve_batch(1, 4, 4), 2, rank=rank)].count(16) == 1
+        assert [step.row_length for step in steps(prepared, resolve_batch(1, 8, 4), 1, rank=rank)] == [16]
 
 
 def pairs(batches: Sequence[StepBatch]) -> Counter[tuple[int, int, int]]:
@@ -201,12 +190,12 @@ def test_packed_and_unpacked_train_the_same_pairs(tmp_path: Path) -> None:
     for packing in (True, False):
         prepared = prepared_data(tmp_path, samples, packing=packing)
         assert prepared.train.rows % 2 == 0, "the epoch is whole steps"
-        plan = Plan(1, 2, 1)
+        plan = resolve_batch(1, 2, 1)
         assert pairs(steps(prepared, plan, prepared.train.rows // 2)) == wanted
         assert pairs(list(eval_batches(prepared, plan, dp_rank=0, eval_iters=-1))) == wanted
 
 
-def run_order(prepared: Prepared, plan: Plan, number: int, consumed: int = 0) -> list[list[int]]:
+def run_order(prepared: Prepared, plan: BatchPlan, number: int, consumed: int = 0) -> list[list[int]]:
     """The row numbers of each step in the order of the run's places, put together from all ranks."""
     per_rank = [steps(prepared, plan, number, rank=rank, consumed=consumed) for rank in range(plan.data)]
     return [
@@ -216,31 +205,31 @@ def run_order(prepared: Prepared, plan: Plan, number: int, consumed: int = 0) ->
 
 def test_eight_rows_two_epochs(tmp_path: Path) -> None:  # known fault B43
     prepared = prepared_data(tmp_path, make_samples(8), packing=False)
-    first, second = run_order(prepared, Plan(1, 8, 1), 2)
+    first, second = run_order(prepared, resolve_batch(1, 8, 1), 2)
     assert sorted(first) == sorted(second) == list(range(8))
     assert first != second and first != list(range(8))
-    assert run_order(prepared, Plan(1, 8, 1), 2) == [first, second]
-    other = train_batches(prepared, Plan(1, 8, 1), dp_rank=0, consumed_samples=0, seed=8, num_workers=0)
+    assert run_order(prepared, resolve_batch(1, 8, 1), 2) == [first, second]
+    other = train_batches(prepared, resolve_batch(1, 8, 1), dp_rank=0, consumed_samples=0, seed=8, num_workers=0)
     assert next(iter(other)).rows.reshape(-1).tolist() != first
 
 
 def test_order_does_not_depend_on_ranks_or_micro_batches(tmp_path: Path) -> None:
     prepared = prepared_data(tmp_path, make_samples(13), packing=False)  # 13: steps of 8 cross the epochs
-    expected = run_order(prepared, Plan(1, 8, 1), 6)
+    expected = run_order(prepared, resolve_batch(1, 8, 1), 6)
     flat = list(itertools.chain(*expected))
     assert [sorted(flat[13 * epoch : 13 * (epoch + 1)]) for epoch in range(3)] == [list(range(13))] * 3
     for micro, data in ((1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1), (1, 8)):
-        assert run_order(prepared, Plan(micro, 8, data), 6) == expected
+        assert run_order(prepared, resolve_batch(micro, 8, data), 6) == expected
     # Micro-batch m of rank d takes places m * B * D + d * B ... + B of the step.
-    (step,) = steps(prepared, Plan(2, 8, 2), 1, rank=1)
+    (step,) = steps(prepared, resolve_batch(2, 8, 2), 1, rank=1)
     assert step.rows.tolist() == [expected[0][2:4], expected[0][6:8]]
 
 
 def test_a_run_continues_at_any_sample(tmp_path: Path) -> None:
     prepared = prepared_data(tmp_path, make_samples(13), packing=False)
-    unbroken = list(itertools.chain(*run_order(prepared, Plan(1, 4, 1), 12)))
+    unbroken = list(itertools.chain(*run_order(prepared, resolve_batch(1, 4, 1), 12)))
     for consumed in (0, 1, 8, 13, 24):
-        got = list(itertools.chain(*run_order(prepared, Plan(1, 8, 2), 3, consumed)))
+        got = list(itertools.chain(*run_order(prepared, resolve_batch(1, 8, 2), 3, consumed)))
         assert got == unbroken[consumed : consumed + 24]
 
 
@@ -254,7 +243,7 @@ def test_the_permutation_stays_what_it_was() -> None:
 def test_evaluation_sees_the_same_rows_each_time_and_fills_the_last_batch(tmp_path: Path) -> None:
     samples = make_samples(5)
     prepared = prepared_data(tmp_path, samples, packing=False)
-    plan = Plan(2, 4, 2)
+    plan = resolve_batch(2, 4, 2)
     for _ in range(2):
         ranks = [list(eval_batches(prepared, plan, dp_rank=rank, eval_iters=-1)) for rank in range(2)]
         assert [[step.rows.tolist() for step in batches] for batches in ranks] == [
@@ -279,7 +268,7 @@ def values(step: StepBatch) -> list[object]:
 
 def test_building_ahead_gives_the_same_batches_and_leaves_the_random_state_alone(tmp_path: Path) -> None:
     prepared = prepared_data(tmp_path, make_samples(20), packing=True)
-    plan = Plan(1, 4, 2)
+    plan = resolve_batch(1, 4, 2)
     state, before = torch.get_rng_state(), threading.active_count()
     stream = train_batches(prepared, plan, dp_rank=1, consumed_samples=3, seed=7, num_workers=3)
     got = list(itertools.islice(stream, 12))
@@ -295,25 +284,25 @@ def test_an_error_while_building_ahead_is_raised_once_and_ends_the_threads(tmp_p
     for file in prepared.path.glob("ids.npy"):
         file.write_bytes(b"")
     before = threading.active_count()
-    stream = train_batches(prepared, Plan(1, 4, 1), dp_rank=0, consumed_samples=0, seed=1, num_workers=2)
+    stream = train_batches(prepared, resolve_batch(1, 4, 1), dp_rank=0, consumed_samples=0, seed=1, num_workers=2)
     with pytest.raises(EOFError):
         next(stream)
     assert threading.active_count() == before
 
 
-def test_a_process_that_fails_with_an_open_stream_ends(tmp_path: Path) -> None:
+def test_a_process_that_fails_with_an_open_stream_ends(tmp_path: Path, repo_root: Path) -> None:
     prepared = prepared_data(tmp_path, make_samples(20), packing=True)
     code = f"""
 import sys
 from pathlib import Path
-from test_data_batches import Plan
+from mcore_qwen3.arch import resolve_batch
 from mcore_qwen3.data.batches import train_batches
 from mcore_qwen3.data.prepare import load_prepared
-stream = train_batches(load_prepared(Path({str(prepared.path)!r})), Plan(1, 4, 1), dp_rank=0, consumed_samples=0,
+stream = train_batches(load_prepared(Path({str(prepared.path)!r})), resolve_batch(1, 4, 1), dp_rank=0, consumed_samples=0,
                        seed=1, num_workers=4)
 next(stream)
 raise RuntimeError("stop")
 """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{Path(__file__).parent}:{os.getcwd()}"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(repo_root)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 1 and done.stderr.rstrip().endswith("RuntimeError: stop")
