@@ -38,12 +38,11 @@ if command -v pyenv >/dev/null 2>&1; then
     done
 fi
 
-cat >&2 <<'MESSAGE'
-No Python >= 3.12 with the venv and ensurepip modules was found on PATH, through uv, or through pyenv. Install one:
-  uv python install 3.12        (uv)
-  pyenv install 3.12            (pyenv)
-  apt install python3.12-venv   (Debian, Ubuntu, where the release has it)
-  brew install python@3.12      (macOS)
-or name one: make setup PYTHON=/path/to/python3.12
-MESSAGE
+printf '%s\n' >&2 \
+    "No Python >= 3.12 with the venv and ensurepip modules was found on PATH, through uv, or through pyenv. Install one:" \
+    "  uv python install 3.12        (uv)" \
+    "  pyenv install 3.12            (pyenv)" \
+    "  apt install python3.12-venv   (Debian, Ubuntu, where the release has it)" \
+    "  brew install python@3.12      (macOS)" \
+    "or name one: make setup PYTHON=/path/to/python3.12"
 exit 1
