@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from mcore_qwen3.launch.processes import read_processes
+from mcore_qwen3.launch import supervisor
+from mcore_qwen3.launch.environment import LaunchPlan
+from mcore_qwen3.launch.processes import kill_group, read_processes
 
 FAKE_RANK = Path(__file__).with_name("fake_rank.py")
 LIMIT = 45.0
@@ -232,3 +234,23 @@ def test_when_the_supervisor_is_killed_the_kernel_ends_the_rest(start: Callable[
         return [row.pid for row in read_processes([torchrun, *ranks]).values() if not row.zombie]
 
     wait_until(lambda: not left(), "torchrun and the ranks ended")
+
+
+def test_only_leaders_of_a_session_are_ranks_and_they_are_in_rank_order(tmp_path: Path) -> None:
+    """torchrun has other, short-lived children (ldconfig, compilers): their end is no failure of a rank."""
+    script = (
+        "import subprocess, sys, time\n"
+        "starts = [False, True, True]\n"
+        "print(*[subprocess.Popen(['sleep', '60'], start_new_session=new).pid for new in starts], flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    plan = LaunchPlan(nnodes=1, node_rank=0, nproc_per_node=2, master_addr="x", master_port=1, sources={})
+    watcher = supervisor._Supervisor(plan, tmp_path, 0, 0)
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True) as parent:
+        assert parent.stdout is not None
+        other, *ranks = map(int, parent.stdout.readline().split())
+        watcher._torchrun = parent
+        watcher._find_ranks()
+        for group in (parent.pid, *ranks):  # `other` is in the parent's group
+            kill_group(group)
+    assert [rank.pid for rank in watcher._ranks] == ranks and other not in ranks
