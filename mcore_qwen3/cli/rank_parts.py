@@ -13,7 +13,14 @@ from megatron.core.optimizer import ChainedOptimizer
 
 from mcore_qwen3.cli.resolve import ResolvedRun
 from mcore_qwen3.config import to_yaml
-from mcore_qwen3.converters import OptimizerSource, TorchDistSource, WeightSource, copy_side_files, open_source, write_hf
+from mcore_qwen3.converters import (
+    OptimizerSource,
+    TorchDistSource,
+    WeightSource,
+    copy_side_files,
+    open_source,
+    write_hf,
+)
 from mcore_qwen3.converters.staging import flush_tree
 from mcore_qwen3.converters.torch_dist_writer import Chunk, write_chunks, write_common
 from mcore_qwen3.data.batches import StepBatch, eval_batches, train_batches
@@ -74,6 +81,8 @@ def model_options(run: ResolvedRun, device: Device, say: Say) -> ModelOptions:
     flags = run.config.model
     modules, reason = choose_modules(flags.transformer_impl, device.is_cuda)
     say(f"modules: {modules} ({reason}); {'bf16' if flags.bf16 else 'fp32'}")
+    if device.is_cuda and modules == "torch" and flags.attention_backend in ("fused", "unfused"):
+        say(f"--attention_backend {flags.attention_backend} has no effect: the torch modules have one attention")
     return ModelOptions(
         modules=modules,
         on_cuda=device.is_cuda,
@@ -159,4 +168,3 @@ def exporter(run: ResolvedRun, say: Say) -> Callable[[Path], None]:
         dist.barrier()
 
     return export
-

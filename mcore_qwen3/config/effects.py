@@ -10,6 +10,12 @@ from dataclasses import dataclass
 
 from mcore_qwen3.config.run import RunConfig
 
+# Flags of Megatron's that are taken so that its commands run, and that nothing here needs.
+NEVER_USED = {
+    "no_save_rng": "nothing in training draws random numbers (no dropout; the order of the data comes from the seed)",
+    "no_load_rng": "checkpoints hold no random state",
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
@@ -31,6 +37,10 @@ class _Effect:
     flags: tuple[str, ...]
     because: str
     idle: Callable[[RunConfig, Facts], bool]
+
+
+def _is_bf16(config: RunConfig, facts: Facts) -> bool:
+    return facts.device == "cuda" if config.model.bf16 is None else config.model.bf16
 
 
 _TABLE = (
@@ -75,9 +85,14 @@ _TABLE = (
         lambda config, facts: not facts.evaluates and config.train.eval_iters != 0,
     ),
     _Effect(
-        ("no_load_optim", "no_load_rng"),
+        ("no_load_optim",),
         "no earlier run is continued",
         lambda config, facts: not facts.resumes,
+    ),
+    _Effect(
+        ("cross_entropy_loss_fusion",),
+        "megatron's fused form rounds gradients to bf16, so an fp32 run uses the plain one",
+        lambda config, facts: config.model.cross_entropy_loss_fusion and not _is_bf16(config, facts),
     ),
     _Effect(
         ("finetune",),
@@ -95,4 +110,7 @@ def flags_without_effect(config: RunConfig, explicit: frozenset[str], facts: Fac
             for name in effect.flags:
                 if name in explicit:
                     lines.setdefault(name, f"--{name} has no effect in this run: {effect.because}")
+    for name, because in NEVER_USED.items():
+        if name in explicit:
+            lines[name] = f"--{name} has no effect: {because}"
     return list(lines.values())

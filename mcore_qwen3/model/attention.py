@@ -91,9 +91,7 @@ class PackedAttention(MegatronModule):
         key_TND = key_TGD.repeat_interleave(repeat, dim=1) if repeat > 1 else key_TGD
         value_TND = value_TGD.repeat_interleave(repeat, dim=1) if repeat > 1 else value_TGD
         lengths = packed.cu_seqlens_q.diff().tolist()
-        segments = zip(
-            query_TND.split(lengths), key_TND.split(lengths), value_TND.split(lengths), strict=True
-        )
+        segments = zip(query_TND.split(lengths), key_TND.split(lengths), value_TND.split(lengths), strict=True)
         contexts = [
             scaled_dot_product_attention(
                 q.transpose(0, 1)[None],

@@ -62,5 +62,7 @@ def build_model(shape: ModelShape, layout: ParallelLayout, options: ModelOptions
 def unwrapped(model: torch.nn.Module) -> Qwen3Model:
     """The model inside the data-parallel and half-precision wrappers."""
     while not isinstance(model, Qwen3Model):
-        model = model.module
+        inner = model.module
+        assert isinstance(inner, torch.nn.Module)
+        model = inner
     return model

@@ -16,6 +16,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch.nn.functional import grouped_mm, silu
 
+from mcore_qwen3.runtime.device import current_device
+
 
 def grouped_matmul_fits(inner: int, outer: int, dtype: torch.dtype) -> bool:
     """True if torch's grouped_mm takes [T, inner] x [E, inner, outer]: rows must be multiples of 16 bytes."""
@@ -74,7 +76,7 @@ class GroupedExperts(MegatronModule):
         self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
         assert config.moe_ffn_hidden_size is not None
         width = config.moe_ffn_hidden_size // self.tp_group.size()
-        factory = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        factory = {"dtype": config.params_dtype, "device": current_device()}
         self.weight1 = torch.nn.Parameter(torch.empty(num_local_experts, 2 * width, config.hidden_size, **factory))
         self.weight2 = torch.nn.Parameter(torch.empty(num_local_experts, config.hidden_size, width, **factory))
         own_groups = (
@@ -106,7 +108,9 @@ class GroupedExperts(MegatronModule):
         expert_axis = (lead, self.ep_group.rank(), self.ep_group.size())
         tp_rank, tp_size = self.tp_group.rank(), self.tp_group.size()
 
-        def shard(key: str, data: torch.Tensor, split_axis: tuple[int, int, int], replica_id: ReplicaId) -> ShardedTensor:
+        def shard(
+            key: str, data: torch.Tensor, split_axis: tuple[int, int, int], replica_id: ReplicaId
+        ) -> ShardedTensor:
             return ShardedTensor.from_rank_offsets(
                 key, data, *sharded_offsets, expert_axis, split_axis, replica_id=replica_id, prepend_axis_num=lead
             )

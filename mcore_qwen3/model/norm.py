@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from megatron.core.transformer import TransformerConfig
 
+from mcore_qwen3.runtime.device import current_device
+
 
 class RMSNorm(torch.nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich, 2019).
@@ -23,7 +25,7 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_unused: Any) -> None:
         super().__init__()
         self.eps = eps
-        device = torch.cuda.current_device()
+        device = current_device()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 

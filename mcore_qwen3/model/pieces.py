@@ -136,7 +136,7 @@ def flat_range_blocks(start: int, stop: int, shape: Index) -> Iterator[tuple[int
         return
     yield from _in_row(start, first * row, first - 1, row, shape)
     if first < last:
-        yield first * row, Block((first,) + (0,) * (len(shape) - 1), (last - first,) + shape[1:])
+        yield first * row, Block((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]))
     yield from _in_row(last * row, stop, last, row, shape)
 
 

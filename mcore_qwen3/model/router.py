@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
+from mcore_qwen3.runtime.device import current_device
+
 
 class BalancedRouter(TopKRouter):
     """Megatron's top-k router with one number changed: the scale of the balance loss under per-token loss.
@@ -46,4 +48,4 @@ def set_step_scale(trained_tokens: int, num_microbatches: int, data_parallel_siz
         data_parallel_size: ranks that see different micro-batches.
     """
     value = trained_tokens / (num_microbatches * data_parallel_size)
-    BalancedRouter.step_scale = torch.tensor(value, device=torch.cuda.current_device())
+    BalancedRouter.step_scale = torch.tensor(value, device=current_device())

@@ -27,7 +27,10 @@ def layer_spec(config: TransformerConfig, provider: BackendSpecProvider) -> Modu
     both and keeps its name.
     """
     moe, fused = config.num_moe_experts is not None, provider.fuse_layernorm_and_linear()
-    norm, qk_norm = provider.layer_norm(rms_norm=True, has_residual=True), provider.layer_norm(rms_norm=True, for_qk=True)
+    norm, qk_norm = (
+        provider.layer_norm(rms_norm=True, has_residual=True),
+        provider.layer_norm(rms_norm=True, for_qk=True),
+    )
     column, row = provider.column_parallel_linear(), provider.row_parallel_linear()
     norm_column = provider.column_parallel_layer_norm_linear() if fused else column
     if moe:

@@ -47,6 +47,12 @@ def choose_device(wanted: str, local_rank: int = 0) -> Device:
     Raises:
         ConfigError: cuda was asked for but torch sees no such GPU.
     """
+    global _chosen
+    _chosen = _choose(wanted, local_rank)
+    return _chosen
+
+
+def _choose(wanted: str, local_rank: int) -> Device:
     seen = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
     if wanted == "cuda" and seen == 0:
         raise ConfigError(
@@ -66,6 +72,20 @@ def choose_device(wanted: str, local_rank: int = 0) -> Device:
     torch.cuda.set_device(local_rank)
     reason = "asked for by --device" if wanted == "cuda" else f"{seen} GPUs are visible to torch"
     return Device("cuda", local_rank, "nccl", reason)
+
+
+def cpu() -> Device:
+    """The CPU, whatever else this machine has."""
+    return choose_device("cpu")
+
+
+_chosen: Device | None = None
+
+
+def current_device() -> torch.device:
+    """The device that `choose_device` selected in this process: where tensors of this rank are made."""
+    assert _chosen is not None, "choose_device was not called in this process"
+    return _chosen.torch_device
 
 
 CUDA_ENVIRONMENT = {

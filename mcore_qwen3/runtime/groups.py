@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from datetime import timedelta
@@ -14,15 +15,18 @@ from mcore_qwen3.errors import LaunchError
 from mcore_qwen3.runtime.device import Device
 
 
-def quiet_imports() -> None:
-    """Keep the log readable: megatron warns once a module about every accelerator that is not installed."""
-    warnings.filterwarnings("ignore", message=".*(Apex|apex|Transformer Engine|transformer_engine).*")
+def quiet_libraries() -> None:
+    """Keep the log for the user: these libraries tell their own developers what is not installed or will change."""
+    warnings.filterwarnings("ignore", message=r".*(Apex|apex|Transformer Engine|transformer_engine).*")
     warnings.filterwarnings("ignore", module=r"megatron\..*", category=UserWarning)
+    warnings.filterwarnings("ignore", module=r"torch\.distributed.*", category=FutureWarning)
+    for name in ("torch.utils.cpp_extension", "megatron.core.distributed.distributed_data_parallel"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def prepare_megatron(device: Device) -> None:
     """Make megatron-core importable for this device; call before anything imports megatron."""
-    quiet_imports()
+    quiet_libraries()
     if not device.is_cuda:
         from mcore_qwen3.runtime import cpu_standins
 
@@ -37,14 +41,14 @@ def start_process_group(device: Device, timeout_s: float = 1800.0) -> None:
     """
     if dist.is_initialized():
         return
-    options = {"device_id": device.torch_device} if device.is_cuda else {}
+    bound = device.torch_device if device.is_cuda else None  # which GPU, so that no collective has to guess
     timeout = timedelta(seconds=timeout_s)
     if "RANK" not in os.environ:
         store = dist.HashStore()
-        dist.init_process_group(device.backend, store=store, rank=0, world_size=1, timeout=timeout, **options)
+        dist.init_process_group(device.backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=bound)
         return
     try:
-        dist.init_process_group(device.backend, timeout=timeout, **options)
+        dist.init_process_group(device.backend, timeout=timeout, device_id=bound)
     except (RuntimeError, ValueError) as exc:
         raise LaunchError(
             "all ranks must meet at MASTER_ADDR:MASTER_PORT",

@@ -72,9 +72,7 @@ def tensors_to_save(
         ensure_state(optimizer)
         for part in state_parts(model, optimizer, with_master=with_master):
             if part.is_first_copy:
-                saved.append(
-                    SavedTensor(part.key, part.global_shape, part.block.starts, part.block.sizes, part.values)
-                )
+                saved.append(SavedTensor(part.key, part.global_shape, part.block.starts, part.block.sizes, part.values))
     return saved
 
 

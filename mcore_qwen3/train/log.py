@@ -111,7 +111,7 @@ class TrainLog:
         results = [result for result, _, _ in self._window]
         trained = sum(result.trained_tokens for result in results)
         loss = sum(result.loss * result.trained_tokens for result in results) / max(1, trained)
-        seconds, tokens = (sum(item[index] for item in self._window) for index in (1, 2))
+        seconds, tokens = sum(item[1] for item in self._window), sum(item[2] for item in self._window)
         last = results[-1]
         parts = [f"loss {loss:.4f}"]
         if last.balance_loss is not None:

@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer
 
 from mcore_qwen3.data.batches import StepBatch
-from mcore_qwen3.runtime.device import Device, memory_gib
+from mcore_qwen3.runtime.device import Device, current_device, memory_gib
 from mcore_qwen3.train.checkpoint import CheckpointWriter, save_checkpoint
 from mcore_qwen3.train.log import TrainLog
 from mcore_qwen3.train.schedule import LearningRate
@@ -74,7 +74,7 @@ class StopRequest:
 
     def agreed(self) -> str:
         """The signal's name if any rank has one, else "". Collective."""
-        number = torch.tensor(self._signal, dtype=torch.int32, device=torch.cuda.current_device())
+        number = torch.tensor(self._signal, dtype=torch.int32, device=current_device())
         dist.all_reduce(number, op=dist.ReduceOp.MAX)
         return signal.Signals(int(number)).name if int(number) else ""
 
@@ -126,7 +126,7 @@ def _one_step(plan: Plan, parts: Parts, state: TrainState) -> TrainState:
 
 def _largest_memory(device: Device) -> float:
     """Peak GiB of the rank that uses most. Collective."""
-    memory = torch.tensor(memory_gib(device), device=torch.cuda.current_device())
+    memory = torch.tensor(memory_gib(device), device=current_device())
     dist.all_reduce(memory, op=dist.ReduceOp.MAX)
     return float(memory)
 
@@ -150,4 +150,3 @@ def _save(plan: Plan, parts: Parts, state: TrainState) -> None:
         directory = save_checkpoint(plan.save, state, parts.model, optimizer, parts.writer)
         parts.log.say(f"saved {directory}")
         parts.after_save(directory)
-

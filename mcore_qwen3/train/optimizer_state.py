@@ -139,4 +139,3 @@ def read_state(
         check_shape(part.key, part.global_shape, stored, part.is_vocabulary)
         read_block(source, part.key, stored, part.block.slices, part.values)
     set_step(optimizer, step)
-

@@ -22,6 +22,7 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from mcore_qwen3.data.batches import MicroBatch, StepBatch
 from mcore_qwen3.model.build import unwrapped
 from mcore_qwen3.model.router import set_step_scale
+from mcore_qwen3.runtime.device import current_device
 from mcore_qwen3.train.losses import token_loss
 from mcore_qwen3.train.optimizer import NonFiniteError, update, zero_gradients
 
@@ -67,7 +68,7 @@ def _own_part(padding_mask: torch.Tensor, model: torch.nn.Module) -> torch.Tenso
 def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
     """Megatron's forward-step function: run one micro-batch and say how its output becomes the loss."""
     batch = next(batches)
-    device = torch.cuda.current_device()
+    device = current_device()
     loss_mask = batch.loss_mask.to(device, non_blocking=True)
     is_moe = unwrapped(model).config.num_moe_experts is not None
     padding_mask = _own_part(batch.padding_mask.to(device, non_blocking=True), model) if is_moe else None
@@ -97,7 +98,7 @@ def run_schedule(model: torch.nn.Module, batches: Sequence[MicroBatch], *, forwa
         micro_batch_size=1,
         forward_only=forward_only,
     )
-    total = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
+    total = torch.zeros(2, dtype=torch.float64, device=current_device())
     # Tensor-parallel ranks of the last stage hold the same loss: one of them speaks.
     if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
         for result in results:
@@ -141,7 +142,7 @@ def reduce_balance_loss(num_moe_layers: int, num_microbatches: int) -> float:
     Each rank has recorded the part of its own tokens and layers, so the sum over the world is the sum over everything.
     """
     tracker = get_moe_metrics_tracker()
-    total = torch.zeros(1, device=torch.cuda.current_device())
+    total = torch.zeros(1, device=current_device())
     for name, entry in tracker.metrics.items():
         if name == "load_balancing_loss":
             total += entry.values.sum()

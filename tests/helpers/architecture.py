@@ -43,10 +43,20 @@ LIBRARIES = {
     "launch": set(),
     "converters": {"torch", "safetensors", "numpy"},
     "runtime": {"torch", "numpy", "megatron", "transformer_engine", "apex"},
-    "data": {"torch", "numpy", "tokenizers", "transformers", "datasets", "pyarrow", "filelock", "jinja2", "safetensors"},
+    "data": {
+        "torch",
+        "numpy",
+        "tokenizers",
+        "transformers",
+        "datasets",
+        "pyarrow",
+        "filelock",
+        "jinja2",
+        "safetensors",
+    },
     "model": {"torch", "megatron", "transformer_engine", "apex"},
     "train": {"torch", "numpy", "megatron", "matplotlib", "psutil", "rich", "yaml"},
-    "cli": {"torch", "numpy", "rich", "yaml", "transformers"},
+    "cli": {"torch", "numpy", "megatron", "rich", "yaml", "transformers"},
     "__main__": set(),
     "__init__": set(),
 }
@@ -184,7 +194,8 @@ def check_fields_are_read(root: Path) -> list[str]:
     """Every setting of RunConfig is read somewhere: a flag that nothing reads is a lie.
 
     A read is an attribute that is loaded, not called, and not looked up on an imported module (`torch.load`).
-    It counts outside config/, and inside config/ in a function with a result that is used outside.
+    It counts outside config/, and inside config/ in a function with a result that is used outside. Flags that the table
+    NEVER_USED of config/effects.py names, with its reason, are said to do nothing when they are set.
     """
     fields = run_config_fields(root)
     read: set[str] = set()
@@ -204,7 +215,18 @@ def check_fields_are_read(root: Path) -> list[str]:
         seen.add(name)
         read |= attributes_read(helpers[name], set())
         waiting += [node.id for node in ast.walk(helpers[name]) if isinstance(node, ast.Name) and node.id in helpers]
+    read |= never_used(root)
     return [f"{PACKAGE}/config: nothing reads {section}.{name}" for section, name in fields if name not in read]
+
+
+def never_used(root: Path) -> set[str]:
+    """Keys of the NEVER_USED table of config/effects.py, if there is one."""
+    for path, tree in package_trees(root):
+        if package_of(root, path) == "config" and path.name == "effects.py":
+            for node in tree.body:
+                if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NEVER_USED":
+                    return set(ast.literal_eval(node.value))
+    return set()
 
 
 def run_config_fields(root: Path) -> list[tuple[str, str]]:

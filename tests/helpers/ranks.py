@@ -107,7 +107,7 @@ class RankPool:
         errors: dict[int, str] = {}
         while waiting:
             if time.monotonic() > deadline:
-                errors.update({rank: "no answer in time" for rank in waiting})
+                errors.update(dict.fromkeys(waiting, "no answer in time"))
                 break
             for rank in sorted(waiting):
                 try:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
 from helpers.tiny import Sample
 
 
@@ -47,8 +46,8 @@ def rows_of(samples: list[Sample], cut: Cut) -> list[list[Sample]]:
 
 def step_batch(samples: list[Sample], cut: Cut, data: int, dp_rank: int, multiple: int) -> Any:
     """This rank's StepBatch of one global batch, by the trainer's own collation."""
-    from mcore_qwen3.data.batches import StepBatch, _tensors
-    from mcore_qwen3.data.collate import micro_batch_arrays
+    from mcore_qwen3.data.batches import StepBatch
+    from mcore_qwen3.data.micro_batch import build_micro_batch
 
     rows = rows_of(samples, cut)
     assert len(rows) % (data * cut.micro_batch) == 0
@@ -57,7 +56,7 @@ def step_batch(samples: list[Sample], cut: Cut, data: int, dp_rank: int, multipl
     count = len(rows) // (data * cut.micro_batch)
     places = np.arange(len(rows)).reshape(count, data, cut.micro_batch)[:, dp_rank]
     micro_batches = [
-        _tensors(micro_batch_arrays([[(s.ids, s.mask) for s in rows[i]] for i in group], length, 0)) for group in places
+        build_micro_batch([[(s.ids, s.mask) for s in rows[i]] for i in group], length, 0) for group in places
     ]
     trained = sum(int(sample.mask[1:].sum()) for sample in samples)
     tokens = sum(len(sample.ids) for sample in samples)
@@ -158,16 +157,15 @@ def run_steps(
 
 def first_gradients(ddp: Any, optimizer: Any, batch: Any) -> list[Any]:
     """Gradients of one batch before any update, gathered."""
-    from mcore_qwen3.model.router import set_step_scale
-    from mcore_qwen3.train.optimizer import zero_gradients
-    from mcore_qwen3.train.step import run_schedule
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
+    from mcore_qwen3.model.router import set_step_scale
+    from mcore_qwen3.train.optimizer import zero_gradients
+    from mcore_qwen3.train.step import run_schedule
+
     zero_gradients(ddp, optimizer)
-    set_step_scale(
-        batch.global_trained_tokens, len(batch.micro_batches), parallel_state.get_data_parallel_world_size()
-    )
+    set_step_scale(batch.global_trained_tokens, len(batch.micro_batches), parallel_state.get_data_parallel_world_size())
     run_schedule(ddp, batch.micro_batches, forward_only=False)
     get_moe_metrics_tracker().clear()
     return gather_gradients(ddp)
@@ -232,5 +230,3 @@ def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
         assert float(ours.abs().max()) == 0
         return 0.0
     return float((ours - reference).abs().max()) / largest
-
-
