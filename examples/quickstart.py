@@ -85,10 +85,16 @@ def main() -> int:
     difference = largest_logit_difference()
     text = generate("Give three tips for staying healthy.")
 
-    print(f"\nThe loss fell by {drop:.2f} nats: first step minus the mean of the last ten (at least {REQUIRED_DROP_NATS} expected)")
-    print(f"Largest logit difference, transformers against our model: {difference:.1e} (under {LOGIT_TOLERANCE} expected)")
+    print(
+        f"\nThe loss fell by {drop:.2f} nats: first step minus the mean of the last ten (at least {REQUIRED_DROP_NATS} expected)"
+    )
+    print(
+        f"Largest logit difference, transformers against our model: {difference:.1e} (under {LOGIT_TOLERANCE} expected)"
+    )
     print(f"It writes (after {STEPS} steps it knows which tokens are common, little more): {text!r}")
-    print(f"Loss curve:    {RUN / 'loss.png'}\nHugging Face:  {export_folder()}\nTook {time.monotonic() - started:.0f} s")
+    print(
+        f"Loss curve:    {RUN / 'loss.png'}\nHugging Face:  {export_folder()}\nTook {time.monotonic() - started:.0f} s"
+    )
     if drop < REQUIRED_DROP_NATS or difference >= LOGIT_TOLERANCE:
         print("quickstart: FAILED, see the two numbers above", file=sys.stderr)
         return 1

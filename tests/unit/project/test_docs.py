@@ -60,7 +60,11 @@ def test_the_file_map_names_every_package(repo_root: Path) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_make_targets_that_are_named_exist(page: str, repo_root: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", read(repo_root, "Makefile"), flags=re.MULTILINE))
-    named = {word for words in re.findall(r"(?:^|`)make ([\w -]+)", read(repo_root, page), re.MULTILINE) for word in words.split("  ")[0].split()}
+    named = {
+        word
+        for words in re.findall(r"(?:^|`)make ([\w -]+)", read(repo_root, page), re.MULTILINE)
+        for word in words.split("  ")[0].split()
+    }
     assert named - targets == set()
 
 

@@ -104,9 +104,13 @@ def test_a_client_that_fails_gives_its_last_words(
 ) -> None:
     """A pip that cannot reach anything: the reason and the advice are shown, twice tried, exit code 1."""
     words = "import sys; sys.exit('no route to the registry')"
-    monkeypatch.setattr(fetch, "pip_download", lambda name, sha, **_: fetch.download(
-        name, lambda folder: [sys.executable, "-c", words], sha, fetch.NETWORK_ADVICE
-    ))
+    monkeypatch.setattr(
+        fetch,
+        "pip_download",
+        lambda name, sha, **_: fetch.download(
+            name, lambda folder: [sys.executable, "-c", words], sha, fetch.NETWORK_ADVICE
+        ),
+    )
     assert run(fetch, tmp_path, monkeypatch) == 1
     said = capsys.readouterr()
     assert "attempt 2" in said.out

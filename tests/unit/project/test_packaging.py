@@ -47,8 +47,7 @@ def test_what_is_imported_is_declared_and_the_other_way_round(project: dict[str,
     distributions = packages_distributions()
     needed = {canonicalize_name(distributions[module][0]) for module in imported_libraries(repo_root)}
     declared = {canonicalize_name(Requirement(line).name) for line in project["dependencies"]}
-    # megatron-core needs psutil to write a checkpoint, and does not bring it.
-    assert declared - {"psutil"} == needed - {"psutil"}
+    assert declared == needed
 
 
 def test_every_direct_dependency_is_pinned_within_its_range(project: dict[str, Any], pins: dict[str, str]) -> None:
