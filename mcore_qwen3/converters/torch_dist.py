@@ -81,11 +81,13 @@ class _StoredSource(WeightSource):
             key: _Chunks(self._find_chunks(name, tensors[name], metadata.storage_data)) for key, name in stored.items()
         }
         self._cache: OrderedDict[tuple[str, int], torch.Tensor] = OrderedDict()
+        self._cached_bytes = 0
         entries = {key: Entry(shapes[key], tensors[name].properties.dtype) for key, name in stored.items()}
         super().__init__(entries, stored.values())
 
     def close(self) -> None:
         self._cache.clear()
+        self._cached_bytes = 0
         self._reader.close()
 
     def _find_chunks(
@@ -126,8 +128,9 @@ class _StoredSource(WeightSource):
         if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), tensor.dtype) != (chunk.sizes, dtype):
             raise ConversionError("a stored chunk must be a tensor of the shape and dtype in .metadata", seen=where)
         self._cache[place] = tensor
-        while len(self._cache) > 1 and sum(kept.nbytes for kept in self._cache.values()) > _CACHE_BYTES:
-            self._cache.popitem(last=False)
+        self._cached_bytes += tensor.nbytes
+        while len(self._cache) > 1 and self._cached_bytes > _CACHE_BYTES:
+            self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
         return tensor
 
     def _incomplete(self, name: str) -> ConversionError:

@@ -284,6 +284,14 @@ def test_weights_of_another_model(hf_dirs: dict[str, Path], tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_tensor_that_the_source_never_gave_out(hf_dirs: dict[str, Path], tmp_path: Path) -> None:
+    with HFSource(hf_dirs["moe"], tiny_shape("moe")) as source:
+        source.all_tensors |= {"model.extra.weight"}
+        with pytest.raises(ConversionError, match=r"1 tensor \(model.extra.weight\) never read"):
+            write_hf(source, tmp_path / "export", hf_dirs["moe"], tiny_shape("moe"))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_no_config_beside_the_weights(hf_dirs: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with (

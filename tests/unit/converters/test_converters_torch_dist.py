@@ -86,6 +86,16 @@ def test_the_cache_forgets_the_oldest_chunk(
     assert len(loads) == 4  # 0, 1, 2, and 1 again: it was the oldest when 2 came
 
 
+def test_the_last_chunk_is_kept_however_large(
+    mcore_tensors: dict, tmp_path: Path, loads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_dist, "_CACHE_BYTES", 1)
+    with TorchDistSource(write_torch_dist(tmp_path, mcore_tensors["moe"]), tiny_shape("moe")) as source:
+        for expert in range(4):
+            source.read(FC1, (slice(0, 1), slice(expert, expert + 1), slice(None), slice(None)))
+    assert len(loads) == 1
+
+
 def test_padded_vocabulary_is_shown_unpadded(mcore_tensors: dict, tmp_path: Path) -> None:
     """101 rows padded to 128, in chunks of 64: the pad rows are never seen."""
     wanted = mcore_tensors["moe"]
