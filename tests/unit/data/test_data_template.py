@@ -103,6 +103,22 @@ def test_ids_equal_transformers_and_trained_text_is_the_replies(material_dir: Pa
         assert untrained.endswith("<|im_start|>assistant\n\n")  # the last header, and the newline after the end token
 
 
+def test_the_marks_are_those_of_the_training_template(
+    ours: ChatTokenizer, qwen3_tokenizer_dir: Path, material_dir: Path
+) -> None:
+    """TRL's template with generation marks keeps all thinking, so it says the same for a single turn; it also marks
+    the newline after the end token, which is not trained here."""
+    reference = tokenizers_of(qwen3_tokenizer_dir)[1]
+    template = (material_dir / "templates" / "qwen3_training.jinja").read_text(encoding="utf-8")
+    singles = [messages for messages, turns in map(conversation, range(300)) if len(turns) == 1]
+    assert len(singles) > 50
+    for messages in singles:
+        marked = reference.apply_chat_template(messages, chat_template=template, return_assistant_tokens_mask=True)
+        ((ids, mask),) = ours.encode([ours.render(messages)])
+        assert ids.tolist() == marked["input_ids"]
+        assert mask.tolist() == [*marked["assistant_masks"][:-1], 0] and marked["assistant_masks"][-1] == 1
+
+
 def test_the_generator_makes_what_it_should() -> None:
     made = [conversation(seed) for seed in range(300)]
     contents = [m["content"] for messages, _ in made for m in messages if m["role"] == "user"]
