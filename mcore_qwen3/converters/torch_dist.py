@@ -36,25 +36,35 @@ class _Chunk:
 
 
 class _Chunks:
-    """The chunks of one tensor, found by their place on the first axis."""
+    """The chunks of one tensor, found by where they begin on one axis, then on the next."""
 
-    def __init__(self, chunks: list[_Chunk]) -> None:
-        self._chunks = sorted(chunks, key=lambda chunk: chunk.offsets)
-        self._starts = [chunk.offsets[0] for chunk in self._chunks]
-        self._longest = max(chunk.sizes[0] for chunk in chunks)
+    def __init__(self, chunks: list[_Chunk], axis: int = 0) -> None:
+        by_start: dict[int, list[_Chunk]] = {}
+        for chunk in chunks:
+            by_start.setdefault(chunk.offsets[axis], []).append(chunk)
+        self._axis = axis
+        self._starts = sorted(by_start)
+        self._longest = max(chunk.sizes[axis] for chunk in chunks)
+        last = axis + 1 == len(chunks[0].offsets)
+        self._inner = [by_start[start] if last else _Chunks(by_start[start], axis + 1) for start in self._starts]
 
     def overlapping(self, bounds: Bounds) -> Iterator[tuple[_Chunk, Bounds]]:
         """Chunks that share elements with the slice, and what they share, in global coordinates."""
-        low, high = bounds[0]
-        first = bisect.bisect_right(self._starts, low - self._longest)
-        last = bisect.bisect_left(self._starts, high)
-        for chunk in self._chunks[first:last]:
+        for chunk in self._near(bounds):
             shared = tuple(
                 (max(low, offset), min(high, offset + size))
                 for (low, high), offset, size in zip(bounds, chunk.offsets, chunk.sizes, strict=True)
             )
             if all(low < high for low, high in shared):
                 yield chunk, shared
+
+    def _near(self, bounds: Bounds) -> Iterator[_Chunk]:
+        """Chunks that begin before the slice ends, and no further before it than the longest chunk reaches."""
+        low, high = bounds[self._axis]
+        first = bisect.bisect_right(self._starts, low - self._longest)
+        last = bisect.bisect_left(self._starts, high)
+        for inner in self._inner[first:last]:
+            yield from inner._near(bounds) if isinstance(inner, _Chunks) else inner
 
 
 class _StoredSource(WeightSource):
