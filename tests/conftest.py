@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers import ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -31,3 +33,10 @@ def qwen3_tokenizer_dir(material_dir: Path) -> Path:
     if not (folder / "tokenizer.json").is_file():
         pytest.fail(f"{folder} is not complete: run `make material`")
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def rank_pools() -> Iterator[None]:
+    """Ends the pools of rank processes that tests have started."""
+    yield
+    ranks.stop_all()
