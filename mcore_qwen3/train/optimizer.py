@@ -63,6 +63,8 @@ def build_optimizer(model: DistributedDataParallel, settings: AdamSettings) -> C
     )
     optimizer = get_megatron_optimizer(config, [model])
     assert isinstance(optimizer, ChainedOptimizer)
+    for group in optimizer.param_groups:  # megatron marks the groups and leaves the product to its scheduler
+        group["weight_decay"] = settings.weight_decay * group["wd_mult"]
     return optimizer
 
 

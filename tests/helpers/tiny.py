@@ -91,5 +91,5 @@ def reference_step(model: torch.nn.Module, rows: list[Sample]) -> float:
     for sample in rows:
         loss = token_losses(model, sample).sum() / count
         loss.backward()
-        total += float(loss)
+        total += float(loss.detach())
     return total

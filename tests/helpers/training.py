@@ -184,6 +184,14 @@ def _sabotage(kind: str, ddp: Any) -> None:
         raise ValueError(kind)
 
 
+def logits_of(model_dir: str, sequences: list[list[int]], **options: Any) -> list[torch.Tensor]:
+    """Logits of each sequence by the model on one rank, all in one packed row."""
+    from mcore_qwen3.model.logits import packed_logits
+
+    _, model = build(model_dir, Layout(), **options)
+    return packed_logits(model.eval(), sequences)
+
+
 def assemble(ranks: list[dict[str, Any]], *, atol: float = 0.0) -> dict[str, torch.Tensor]:
     """Put the ranks' pieces together; copies of the same values on several ranks must agree, and nothing may be missing."""
     whole: dict[str, torch.Tensor] = {}
