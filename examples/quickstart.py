@@ -135,9 +135,8 @@ def write_rows() -> None:
     ROWS.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
-def train() -> None:
-    """Step 3: the command a user would type, typed for them. Clears the run folder of an earlier quickstart."""
-    shutil.rmtree(RUN, ignore_errors=True)
+def training_command() -> tuple[dict[str, str], list[str]]:
+    """Step 3: the command a user would type, as (environment variables, words after `megatron`)."""
     flags: dict[str, object] = {
         "device": "cpu",
         "load": MODEL,
@@ -159,7 +158,13 @@ def train() -> None:
         "save_hf": "true",
     }
     variables = {"NPROC_PER_NODE": str(RANKS), "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // RANKS))}
-    arguments = ["sft", *(word for name, value in flags.items() for word in (f"--{name}", str(value)))]
+    return variables, ["sft", *(word for name, value in flags.items() for word in (f"--{name}", str(value)))]
+
+
+def train() -> None:
+    """Print the command and run it. Clears the run folder of an earlier quickstart first."""
+    shutil.rmtree(RUN, ignore_errors=True)
+    variables, arguments = training_command()
     print(f"3/5 {STEPS} steps on {RANKS} ranks, half of the experts on each:")
     print("    " + " ".join(f"{name}={value}" for name, value in variables.items()), end=" ")
     print("megatron " + shlex.join(arguments).replace(" --", " \\\n        --"), flush=True)

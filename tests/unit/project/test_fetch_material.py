@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import os
 import shutil
@@ -12,17 +11,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from helpers.scripts import load_script
 
 
 @pytest.fixture
 def fetch(repo_root: Path) -> ModuleType:
     """The script as a module."""
-    spec = importlib.util.spec_from_file_location("fetch_material", repo_root / "scripts" / "fetch_material.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(repo_root / "scripts" / "fetch_material.py")
 
 
 def run(fetch: ModuleType, root: Path, monkeypatch: pytest.MonkeyPatch) -> int:
