@@ -47,11 +47,10 @@ def build(run: ResolvedRun, device: Device, say: Say) -> tuple[DistributedDataPa
     """
     options = model_options(run, device, say)
     inner = build_model(run.shape, run.layout, options)
-    origin = run.resume.directory if run.resume else Path(str(run.config.model.load))
-    with open_source(origin, run.shape) as source:
+    with open_source(run.weights, run.shape) as source:
         read_weights(inner, source)
         _check_all_used(source)
-    say(f"weights: {origin}; {trainable_parameters(inner):,} trained parameters on rank 0")
+    say(f"weights: {run.weights}; {trainable_parameters(inner):,} trained parameters on rank 0")
     model = wrap_for_data_parallel(inner)
     adam = run.config.optim
     optimizer = build_optimizer(

@@ -30,8 +30,8 @@ from mcore_qwen3.launch import count_gpus
 class ResolvedRun:
     """Everything that is known before torch is imported.
 
-    ``config`` has every field filled in but these: ``transformer_impl`` stays ``auto`` on a GPU (only a rank can
-    import transformer-engine), and ``recompute_*`` and ``lr_warmup_fraction`` stay None where they are not in use.
+    ``config`` has every field filled in but these: ``transformer_impl`` stays ``auto`` (a rank chooses, and says why),
+    and ``recompute_*`` and ``lr_warmup_fraction`` stay None where they are not in use.
     ``vocab_size`` is the model's own, without padding. ``hf_files`` holds config.json and the tokenizer.
     ``resume`` is the checkpoint to continue. ``notes`` are lines to print once.
     """
@@ -44,6 +44,11 @@ class ResolvedRun:
     hf_files: Path
     resume: ResumePoint | None
     notes: tuple[str, ...]
+
+    @property
+    def weights(self) -> Path:
+        """Where the weights are read from: the checkpoint to continue, else ``--load``."""
+        return Path(str(self.config.model.load)) if self.resume is None else self.resume.directory
 
     @property
     def finished(self) -> bool:
@@ -99,6 +104,7 @@ def resolve(parsed: ParsedRun, world_size: int, environ: Mapping[str, str] = os.
     )
     batch = resolve_batch(config.train.micro_batch_size, config.train.global_batch_size, layout.data)
     device = resolve_device(config, environ)
+    _check_transformer_impl(config, device)
     filled, notes = _fill(parsed, shape, layout, device, environ)
     resume = find_resume_point(filled)
     facts = Facts(
@@ -131,7 +137,6 @@ def _fill(
     values: dict[str, Any] = {
         "device": device,
         "bf16": device == "cuda" if config.model.bf16 is None else config.model.bf16,
-        "transformer_impl": _transformer_impl(config, device),
         "expert_tensor_parallel_size": layout.expert_tensor,
         "sequence_parallel": layout.sequence_parallel,
         "max_length": _max_length(config, shape),
@@ -166,17 +171,13 @@ def _split_ratio(parsed: ParsedRun) -> tuple[float, list[str]]:
     return config.data.split_dataset_ratio, []
 
 
-def _transformer_impl(config: RunConfig, device: str) -> str:
-    chosen = config.model.transformer_impl
-    if device == "cuda":
-        return chosen
-    if chosen == "transformer_engine":
+def _check_transformer_impl(config: RunConfig, device: str) -> None:
+    if device == "cpu" and config.model.transformer_impl == "transformer_engine":
         raise ConfigError(
             "transformer_engine modules run on a GPU only",
             seen="--transformer_impl transformer_engine, device cpu",
             fix="--transformer_impl torch, or auto",
         )
-    return "torch"
 
 
 def _max_length(config: RunConfig, shape: ModelShape) -> int:

@@ -41,6 +41,7 @@ def run(argv: list[str]) -> int:
         return 0
     from mcore_qwen3.cli.prepare import prepare_data
 
+    check_weights(resolved)
     with _progress_on_screen():
         report = prepare_data(resolved).report
     _say(report)
@@ -63,6 +64,17 @@ def launch_plan(config: RunConfig, environ: Mapping[str, str]) -> LaunchPlan:
         environ = {"NODE_RANK": "0", "MASTER_ADDR": "localhost", **environ, "MASTER_PORT": ""}
     default = max(1, count_gpus(environ)) if resolve_device(config, environ) == "cuda" else 1
     return resolve_environment(environ, default_nproc=default)
+
+
+def check_weights(run: ResolvedRun) -> None:
+    """Refuse weights that do not fit the model, before data is prepared and ranks are started: headers alone are read.
+
+    Raises:
+        ConversionError: files or tensors missing, stray, damaged, unsafe, or of a wrong shape.
+    """
+    from mcore_qwen3.converters import open_source  # imports torch: two seconds, once all that is cheaper is right
+
+    open_source(run.weights, run.shape).close()
 
 
 def _finished_text(run: ResolvedRun) -> str:

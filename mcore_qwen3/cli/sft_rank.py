@@ -9,6 +9,7 @@ from mcore_qwen3.cli.prepare import prepare_data
 from mcore_qwen3.cli.resolve import ResolvedRun, resolve, train_iters
 from mcore_qwen3.config import ParsedRun, decay_iters, warmup_iters
 from mcore_qwen3.data.prepare import Prepared
+from mcore_qwen3.errors import ConfigError
 from mcore_qwen3.launch import on_stop_request, rank_main
 from mcore_qwen3.runtime import groups
 from mcore_qwen3.runtime.device import Device, choose_device, set_cuda_environment
@@ -26,11 +27,17 @@ def _run(parsed: ParsedRun) -> int:
         if os.environ["RANK"] == "0":
             print(text, flush=True)
 
-    if parsed.config.launch.device != "cpu":
+    run = resolve(parsed, int(os.environ["WORLD_SIZE"]))
+    if run.config.launch.device == "cuda":
         for line in set_cuda_environment():
             say(line)
     device = choose_device(parsed.config.launch.device, int(os.environ["LOCAL_RANK"]))
-    run = resolve(parsed, int(os.environ["WORLD_SIZE"]))
+    if device.kind != run.config.launch.device:
+        raise ConfigError(
+            "--device auto needs a torch that sees the GPUs which the machine has",
+            seen=f"{run.config.launch.device} by the machine's device files, {device.kind} by torch",
+            fix="--device cpu, or a torch build and a driver (nvidia-smi) that fit the GPUs",
+        )
     prepared = prepare_data(run)  # found in the cache; before the ranks meet, so that no collective waits for it
     groups.prepare_megatron(device)
     groups.start_process_group(device)

@@ -22,7 +22,7 @@ def test_what_is_open_is_filled_in(moe_dir: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(moe_dir.parent)
     run = resolved(moe_dir, "--tensor_model_parallel_size", 2, "--save_interval", 7, world_size=4)
     config = run.config
-    assert (config.launch.device, config.model.bf16, config.model.transformer_impl) == ("cpu", False, "torch")
+    assert (config.launch.device, config.model.bf16, config.model.transformer_impl) == ("cpu", False, "auto")
     assert (config.parallel.expert_tensor_parallel_size, config.parallel.sequence_parallel) == (1, True)
     assert (config.data.max_length, config.data.data_cache_path) == (1024, "/cache/mcore_qwen3/data")
     assert (config.optim.lr_decay_iters, config.train.eval_interval) == (20, 7)

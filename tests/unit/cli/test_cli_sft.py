@@ -23,8 +23,9 @@ HEAVY = "{'torch', 'megatron', 'transformers', 'numpy', 'datasets'}"
 
 
 @pytest.fixture
-def trainable_dir(moe_dir: Path, qwen3_tokenizer_dir: Path) -> Path:
-    """The tiny MoE config with the real tokenizer beside it."""
+def trainable_dir(moe_dir: Path, qwen3_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The tiny MoE config with the real tokenizer beside it; its weights, which are not there, pass for checked."""
+    monkeypatch.setattr(sft, "check_weights", lambda run: None)
     config = json.loads((moe_dir / "config.json").read_text()) | {"vocab_size": 151936}
     (moe_dir / "config.json").write_text(json.dumps(config))
     for file in qwen3_tokenizer_dir.iterdir():
@@ -88,23 +89,6 @@ def test_launch_environment(refused: Callable[..., str]) -> None:
 
 def test_no_gpu_for_cuda(refused: Callable[..., str]) -> None:
     assert "--device cuda needs an NVIDIA GPU" in refused("--device", "cuda")
-
-
-def test_row_that_is_no_json(refused: Callable[..., str], trainable_dir: Path, rows_file: Path, tmp_path: Path) -> None:
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text(rows_file.read_text() + "{'messages': []}\n")
-    line = refused("--data_cache_path", tmp_path / "cache", dataset=bad)
-    assert "bad.jsonl:2" in line and "one JSON object" in line
-
-
-def test_no_trained_token(refused: Callable[..., str], trainable_dir: Path, tmp_path: Path) -> None:
-    """The prompt alone fills max_length, so that cutting at the right leaves nothing to learn."""
-    rows = tmp_path / "long.jsonl"
-    messages = [{"role": "user", "content": "one two three " * 20}, {"role": "assistant", "content": "yo"}]
-    rows.write_text(json.dumps({"messages": messages}) + "\n")
-    words = ("--max_length", 8, "--truncation_strategy", "right", "--data_cache_path", tmp_path / "cache")
-    line = refused(*words, dataset=rows)
-    assert "at least one trained token" in line and "long.jsonl" in line
 
 
 def test_checkpoint_without_optimizer_state(
