@@ -1,0 +1,116 @@
+"""The balance loss: its gradient is coefficient x the mean over micro-batches of the sum over layers of E * sum f_e P_e.
+
+The reference is that formula under autograd on the transformers model (not transformers' own balance loss: it joins the
+layers and its shares sum to k, known faults B69-B71). f_e: share of the routed (token, choice) pairs that went to expert
+e; P_e: mean probability of e; padding is in neither.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.ranks import pool
+from helpers.tiny import EXPERTS, Sample, samples, write_model
+from helpers.training import Cut, Layout, assemble, reference_gradients, relative_error, run_steps
+
+COEFFICIENT = 0.5  # large, so that its gradient is not lost beside the rounding of the main loss
+
+
+def routed(model: torch.nn.Module, sample: Sample) -> list[torch.Tensor]:
+    """Router logits [tokens, experts] of each layer, with their graph."""
+    caught: list[torch.Tensor] = []
+    hooks = [
+        layer.mlp.gate.register_forward_hook(
+            lambda gate, inputs, _: caught.append(inputs[0].reshape(-1, inputs[0].shape[-1]) @ gate.weight.T)
+        )
+        for layer in model.model.layers
+    ]
+    model(input_ids=torch.from_numpy(sample.ids)[None], use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return caught
+
+
+def expected_balance(model: torch.nn.Module, rows: list[Sample], micro_batch: int) -> torch.Tensor:
+    """Mean over micro-batches of the sum over layers."""
+    groups = [rows[i : i + micro_batch] for i in range(0, len(rows), micro_batch)]
+    total = torch.zeros(())
+    for group in groups:
+        for logits in (torch.cat(parts) for parts in zip(*(routed(model, sample) for sample in group), strict=True)):
+            probs = logits.softmax(-1)
+            chosen = torch.zeros_like(probs).scatter(1, logits.topk(EXPERTS["num_experts_per_tok"]).indices, 1.0)
+            shares = chosen.sum(0) / chosen.sum()
+            total = total + EXPERTS["num_experts"] * (shares.detach() * probs.mean(0)).sum()
+    return total / len(groups)
+
+
+def with_trained_share(rows: list[Sample], share: float) -> list[Sample]:
+    """The same ids with the last part of each row trained."""
+    changed = []
+    for sample in rows:
+        mask = np.zeros_like(sample.mask)
+        mask[-max(1, round(share * len(mask))) :] = 1
+        changed.append(Sample(sample.ids, mask))
+    return changed
+
+
+def balance_gradient(directory: Path, layout: Layout, rows: list[Sample], cut: Cut) -> tuple[dict[str, Any], float]:
+    """(gradient with the coefficient minus gradient without, logged balance loss)."""
+    found = []
+    for coefficient in (COEFFICIENT, 0.0):
+        ranks = pool(layout.world).run(
+            run_steps,
+            model_dir=str(directory),
+            layout=layout,
+            batches=[rows],
+            cut=cut,
+            sequence_parallel=layout.tensor > 1,
+            moe_aux_loss_coeff=coefficient,
+        )
+        found.append(assemble(ranks, atol=1e-6))
+        logged = ranks[0]["balance"][0] if coefficient else logged
+    return {key: found[0][key] - found[1][key] for key in found[0]}, logged
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
+    directory = tmp_path_factory.mktemp("moe")
+    return directory, write_model(directory, moe=True)
+
+
+LAYOUTS = [
+    (Layout(), 1.0),
+    (Layout(), 0.1),
+    (Layout(data=2), 0.1),
+    (Layout(tensor=2), 0.1),
+    (Layout(data=2, expert=2), 1.0),
+    (Layout(pipeline=2), 0.1),
+    (Layout(tensor=2, expert=2, data=2), 0.1),
+]
+
+
+@pytest.mark.parametrize(("layout", "share"), LAYOUTS, ids=[f"{layout}-{share}" for layout, share in LAYOUTS])
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_gradient_and_logged_value(
+    model: tuple[Path, torch.nn.Module], layout: Layout, share: float, micro_batch: int, tmp_path: Path
+) -> None:
+    directory, reference = model
+    rows = with_trained_share(samples(8), share)
+    expected = expected_balance(reference, rows, micro_batch)
+    reference.zero_grad()
+    (COEFFICIENT * expected).backward()
+    for parameter in reference.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    wanted = reference_gradients(reference, tmp_path)
+    found, logged = balance_gradient(directory, layout, rows, Cut(micro_batch=micro_batch))
+    assert logged == pytest.approx(float(expected.detach()) / 2, rel=1e-4), "the log shows the mean over the two layers"
+    router = relative_error(found["decoder.layers.mlp.router.weight"], wanted["decoder.layers.mlp.router.weight"])
+    assert router <= 1e-4
+    scale = max(float(value.abs().max()) for value in wanted.values())
+    for key, value in wanted.items():
+        assert float((found[key][: value.shape[0]] - value).abs().max()) <= 1e-4 * scale, key
+
