@@ -30,6 +30,7 @@ def prepare_request(run: ResolvedRun) -> PrepareRequest:
     """What ``data`` has to make for this run."""
     data, layout = run.config.data, run.layout
     assert data.max_length is not None and data.data_cache_path is not None, "resolve() fills both in"
+    multiple = row_multiple(layout.tensor, layout.sequence_parallel, layout.context)
     return PrepareRequest(
         dataset=data.dataset,
         val_dataset=data.val_dataset,
@@ -41,5 +42,7 @@ def prepare_request(run: ResolvedRun) -> PrepareRequest:
         tokenizer_dir=run.hf_files,
         cache_dir=Path(data.data_cache_path),
         seed=run.config.train.seed,
-        row_multiple=row_multiple(layout.tensor, layout.sequence_parallel, layout.context),
+        row_multiple=multiple,
+        # Context parallel cuts every sample, not only every row, into equal parts.
+        sample_multiple=multiple if layout.context > 1 else 1,
     )

@@ -135,7 +135,9 @@ class _Steps:
         micro_batches = []
         for rows in mine.tolist():
             samples = [[] if row == EMPTY else self.reader.samples(row) for row in rows]
-            micro_batches.append(build_micro_batch(samples, row_length, self.prepared.pad_token_id))
+            micro_batches.append(
+                build_micro_batch(samples, row_length, self.prepared.pad_token_id, self.prepared.sample_multiple)
+            )
         return StepBatch(
             micro_batches,
             row_length,
@@ -152,7 +154,7 @@ class _Steps:
         if self.prepared.packing:
             return full
         longest = int(self.reader.tokens[rows[rows != EMPTY]].max())
-        multiple = math.lcm(self.prepared.row_multiple, UNPACKED_MULTIPLE)
+        multiple = math.lcm(self.prepared.row_multiple, self.prepared.sample_multiple, UNPACKED_MULTIPLE)
         return min(-(-longest // multiple) * multiple, full)
 
 

@@ -18,13 +18,14 @@ from mcore_qwen3.data.reader import Sample
 class MicroBatch:
     """CPU tensors of one forward pass.
 
-    A segment is a sample, or the padding at the end of a row; attention stays inside it.
+    A segment is a sample with the padding that brings it to the sample multiple, or the padding at the end of a row;
+    attention stays inside it. Padding inside a segment stands behind the sample, so no sample's token sees it.
 
     Attributes:
         tokens: int64 [1, T].
         labels: int64 [1, T], the next token of the same sample where it is trained, else 0.
         loss_mask: float32 [1, T], 1 where the label is trained, else 0.
-        position_ids: int64 [1, T], from 0 in each segment.
+        position_ids: int64 [1, T], from 0 in each segment; they run on through its padding.
         cu_seqlens: int32 [segments + 1], segment borders: first 0, last T, strictly increasing.
         padding_mask: bool [1, T], True = padding.
         max_seqlen: the length of the longest segment.
@@ -39,7 +40,9 @@ class MicroBatch:
     max_seqlen: int
 
 
-def build_micro_batch(rows: Sequence[Sequence[Sample]], row_length: int, pad_token_id: int) -> MicroBatch:
+def build_micro_batch(
+    rows: Sequence[Sequence[Sample]], row_length: int, pad_token_id: int, sample_multiple: int = 1
+) -> MicroBatch:
     """Lay rows of samples end to end.
 
     A target is trained or not by its place, never by its value: an end token that is also the padding token is trained
@@ -47,8 +50,11 @@ def build_micro_batch(rows: Sequence[Sequence[Sample]], row_length: int, pad_tok
 
     Args:
         rows: the samples of each row; a row without samples is all padding.
-        row_length: R; no row has more tokens.
+        row_length: R, a multiple of `sample_multiple`; no row has more tokens, padding of its samples included.
+        sample_multiple: every segment's length is a multiple of it (context parallel cuts each into equal parts).
     """
+    if row_length % sample_multiple:
+        raise ValueError(f"a row of {row_length} tokens is not a multiple of {sample_multiple}")
     total = len(rows) * row_length
     tokens = np.full(total, pad_token_id, dtype=np.int64)
     labels = np.zeros(total, dtype=np.int64)
@@ -60,13 +66,14 @@ def build_micro_batch(rows: Sequence[Sequence[Sample]], row_length: int, pad_tok
         row_end = at + row_length
         for ids, mask in samples:
             end = at + len(ids)
-            if end > row_end:
+            segment_end = at + -(-len(ids) // sample_multiple) * sample_multiple
+            if segment_end > row_end:
                 raise ValueError(f"samples of more than {row_length} tokens in one row")
             tokens[at:end] = ids
             padding_mask[at:end] = False
             loss_mask[at : end - 1] = mask[1:]
             labels[at : end - 1] = np.where(mask[1:], ids[1:], 0)
-            at = end
+            at = segment_end
             borders.append(at)
         if at < row_end:
             borders.append(row_end)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ class PrepareRequest:
     """What to prepare. Fields are named as the flags are.
 
     `row_multiple`: every row that is given to the model is a multiple of it (1 without sequence parallel).
+    `sample_multiple`: so is every sample in a row, by padding of its own (1 without context parallel).
     `seed` decides which rows `split_dataset_ratio` takes for validation, nothing else.
     """
 
@@ -50,6 +52,7 @@ class PrepareRequest:
     cache_dir: Path
     seed: int = 42
     row_multiple: int = 1
+    sample_multiple: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +79,15 @@ class Prepared:
     packing: bool
     max_length: int
     row_multiple: int
+    sample_multiple: int
     pad_token_id: int
     largest_token_id: int
     report: tuple[str, ...]
 
     @property
     def full_row_length(self) -> int:
-        """Tokens of a packed row, padding included: max_length rounded up to `row_multiple`."""
-        return -(-self.max_length // self.row_multiple) * self.row_multiple
+        """Tokens of a packed row, padding included: max_length rounded up to both multiples."""
+        return _full_row_length(self.max_length, self.row_multiple, self.sample_multiple)
 
 
 def prepare(request: PrepareRequest) -> Prepared:
@@ -106,6 +110,15 @@ def prepare(request: PrepareRequest) -> Prepared:
     prepared = load_prepared(folder)
     origin = "built now" if built else "reused"
     return dataclasses.replace(prepared, report=(*prepared.report, f"prepared data: {folder} ({origin})"))
+
+
+def _full_row_length(max_length: int, row_multiple: int, sample_multiple: int) -> int:
+    return _rounded_up(max_length, math.lcm(row_multiple, sample_multiple))
+
+
+def _rounded_up(number: Any, multiple: int) -> Any:
+    """An int, or an integer array, rounded up to a multiple."""
+    return -(-number // multiple) * multiple
 
 
 def load_prepared(folder: Path) -> Prepared:
@@ -135,6 +148,7 @@ def _key_facts(request: PrepareRequest, files: dict[str, list[DataFile]]) -> dic
         "truncation_strategy": request.truncation_strategy,
         "packing": request.packing,
         "row_multiple": request.row_multiple,
+        "sample_multiple": request.sample_multiple,
         "split": split,
     }
 
@@ -167,6 +181,7 @@ def _build(folder: Path, request: PrepareRequest, files: dict[str, list[DataFile
         "packing": request.packing,
         "max_length": request.max_length,
         "row_multiple": request.row_multiple,
+        "sample_multiple": request.sample_multiple,
         "pad_token_id": pad_token_id,
         "largest_token_id": int(max(piece.max() for piece in ids if len(piece))),
         "report": [*report, TRAINED_RULE],
@@ -231,7 +246,12 @@ def _write_split(
 ) -> tuple[dict[str, Any], str]:
     """Form the rows of a split and write them: its SplitInfo as a dict, and its report line."""
     number = len(members)
-    order, starts = pack(lengths[members], request.max_length) if request.packing else one_a_row(number)
+    if request.packing:
+        # In units of the padded sample, so that a row never overflows once its samples are padded.
+        padded = _rounded_up(lengths[members], request.sample_multiple)
+        order, starts = pack(padded, _rounded_up(request.max_length, request.sample_multiple))
+    else:
+        order, starts = one_a_row(number)
     write_rows(folder, name, members[order], starts)
     info = SplitInfo(
         name, number, len(starts) - 1, int(lengths[members].sum()), int(trained[members].sum(dtype=np.int64))
@@ -239,8 +259,9 @@ def _write_split(
     share = 100 * info.trained_tokens / info.tokens
     line = f"{name}: {counted(number, 'sample')}, {info.tokens:,} tokens, {share:.1f} % trained, "
     if request.packing:
-        fill = 100 * info.tokens / (info.rows * request.max_length)
-        line += f"{counted(info.rows, 'pack')} of {request.max_length:,} tokens, {fill:.1f} % full"
+        row_length = _full_row_length(request.max_length, request.row_multiple, request.sample_multiple)
+        fill = 100 * info.tokens / (info.rows * row_length)
+        line += f"{counted(info.rows, 'pack')} of {row_length:,} tokens, {fill:.1f} % full"
     else:
         line += f"not packed, longest {int(lengths[members].max()):,} tokens"
     return dataclasses.asdict(info), line

@@ -41,14 +41,18 @@ def make_samples(number: int, seed: int = 0) -> list[Sample]:
     return samples
 
 
-def prepared_data(tmp_path: Path, samples: Sequence[Sample], *, packing: bool, row_multiple: int = 1) -> Prepared:
+def prepared_data(
+    tmp_path: Path, samples: Sequence[Sample], *, packing: bool, row_multiple: int = 1, sample_multiple: int = 1
+) -> Prepared:
     """A cache folder with `samples` as the training and as the validation split."""
     lengths = np.array([len(ids) for ids, _ in samples], dtype=np.int64)
     trained = sum(int(mask.sum()) for _, mask in samples)
 
     def build(folder: Path) -> dict[str, object]:
         write_samples(folder, [ids for ids, _ in samples], [mask for _, mask in samples], [lengths])
-        order, starts = pack(lengths, MAX_LENGTH) if packing else one_a_row(len(samples))
+        padded = -(-lengths // sample_multiple) * sample_multiple
+        capacity = -(-MAX_LENGTH // sample_multiple) * sample_multiple
+        order, starts = pack(padded, capacity) if packing else one_a_row(len(samples))
         splits = {}
         for name in ("train", "validation"):
             write_rows(folder, name, order, starts)
@@ -64,12 +68,14 @@ def prepared_data(tmp_path: Path, samples: Sequence[Sample], *, packing: bool, r
             "packing": packing,
             "max_length": MAX_LENGTH,
             "row_multiple": row_multiple,
+            "sample_multiple": sample_multiple,
             "pad_token_id": PAD,
             "largest_token_id": 10_000,
             "report": [],
         }
 
-    return load_prepared(open_or_build(tmp_path, f"{packing}-{row_multiple}-{len(samples)}", build)[0])
+    key = f"{packing}-{row_multiple}-{sample_multiple}-{len(samples)}"
+    return load_prepared(open_or_build(tmp_path, key, build)[0])
 
 
 def steps(prepared: Prepared, plan: BatchPlan, number: int, *, rank: int = 0, consumed: int = 0) -> list[StepBatch]:
@@ -120,6 +126,24 @@ def test_rows_end_to_end_full_rows_and_empty_rows() -> None:
         build_micro_batch([[full, short]], 4, PAD)
 
 
+def test_each_sample_is_padded_inside_its_own_segment() -> None:
+    first = (np.array([11, 12, 13], np.int32), np.array([0, 1, 1], np.uint8))
+    second = (np.array([21, 22, 23, 24, 25], np.int32), np.array([0, 0, 1, 1, 1], np.uint8))
+    batch = build_micro_batch([[first, second]], 16, PAD, sample_multiple=4)
+    assert {name: getattr(batch, name).reshape(-1).tolist() for name in TENSORS} == {
+        "tokens": [11, 12, 13, PAD, 21, 22, 23, 24, 25, PAD, PAD, PAD, PAD, PAD, PAD, PAD],
+        "labels": [12, 13, 0, 0, 0, 23, 24, 25, 0, 0, 0, 0, 0, 0, 0, 0],
+        "loss_mask": [1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0],
+        "position_ids": [0, 1, 2, 3, *range(8), 0, 1, 2, 3],
+        "cu_seqlens": [0, 4, 12, 16],
+        "padding_mask": [False] * 3 + [True] + [False] * 5 + [True] * 7,
+    }
+    with pytest.raises(ValueError, match="more than 8 tokens"):  # 8 real tokens, 12 with their padding
+        build_micro_batch([[first, second]], 8, PAD, sample_multiple=4)
+    with pytest.raises(ValueError, match="not a multiple of 4"):
+        build_micro_batch([[first]], 6, PAD, sample_multiple=4)
+
+
 def check_micro_batch(batch: MicroBatch, rows: int, row_length: int) -> None:
     total = rows * row_length
     kinds = {"tokens": torch.int64, "labels": torch.int64, "loss_mask": torch.float32, "position_ids": torch.int64}
@@ -160,6 +184,22 @@ def test_micro_batches_keep_the_contract(tmp_path: Path, packing: bool, row_mult
             assert step.global_trained_tokens == sum(other.trained_tokens for other in ranks)
     counts = [step.trained_tokens for rank in per_rank for step in rank]
     assert len(set(counts)) > 6  # ranks and steps do differ
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_samples_and_rows_are_whole_multiples_under_context_parallel(tmp_path: Path, packing: bool) -> None:
+    samples = make_samples(48)
+    plain = prepared_data(tmp_path, samples, packing=packing)
+    padded = prepared_data(tmp_path, samples, packing=packing, row_multiple=4, sample_multiple=6)
+    assert padded.full_row_length == 24  # 16 rounded up to 12 = lcm(4, 6)
+    plan = resolve_batch(1, 1, 1)
+    got = steps(padded, plan, padded.train.rows)
+    for step in got:
+        assert step.row_length % 12 == 0
+        for batch in step.micro_batches:
+            check_micro_batch(batch, 1, step.row_length)
+            assert not (batch.cu_seqlens % 6).any()
+    assert pairs(got) == pairs(steps(plain, plan, plain.train.rows))
 
 
 def test_without_packing_a_step_is_as_long_as_its_longest_row_on_any_rank(tmp_path: Path) -> None:

@@ -118,11 +118,11 @@ def test_packing_is_reported(request_for: Request, tmp_path: Path) -> None:
     request = request_for(write(tmp_path / "a.jsonl", numbered(50)), packing=True, row_multiple=3)
     prepared = prepare(request)
     assert (prepared.train.samples, prepared.full_row_length) == (50, 66)
-    fill = prepared.train.tokens / (64 * prepared.train.rows)
+    fill = prepared.train.tokens / (66 * prepared.train.rows)
     share = prepared.train.trained_tokens / prepared.train.tokens
     assert prepared.report[1] == (
         f"train: 50 samples, {prepared.train.tokens:,} tokens, {100 * share:.1f} % trained, "
-        f"{prepared.train.rows} packs of 64 tokens, {100 * fill:.1f} % full"
+        f"{prepared.train.rows} packs of 66 tokens, {100 * fill:.1f} % full"
     )
     plain = prepare(dataclasses.replace(request, packing=False))
     assert plain.train.rows == 50 and sorted(texts(plain, "train", request.tokenizer_dir)) == sorted(
@@ -184,6 +184,7 @@ def test_what_is_reused_and_what_is_built_again(request_for: Request, tmp_path: 
         {"packing": True},
         {"truncation_strategy": "right"},
         {"row_multiple": 2},
+        {"sample_multiple": 2},
         {"split_dataset_ratio": 0.1},
         {"val_dataset": (data,)},
         {"dataset": (data, data)},
@@ -191,7 +192,7 @@ def test_what_is_reused_and_what_is_built_again(request_for: Request, tmp_path: 
         assert built(prepare(dataclasses.replace(request, **change))), change
     write(tmp_path / "a.jsonl", numbered(21))
     assert built(prepare(request))
-    assert len(list(request.cache_dir.glob("*/manifest.json"))) == 11
+    assert len(list(request.cache_dir.glob("*/manifest.json"))) == 12
 
 
 def test_a_folder_that_is_not_complete_is_never_taken(request_for: Request, tmp_path: Path) -> None:
