@@ -28,9 +28,19 @@ ALIASES: dict[str, Alias] = {
 }
 
 
-def aliases_by_field() -> dict[str, tuple[str, ...]]:
+CONVERT_ALIASES: dict[str, Alias] = {
+    "load": Alias("src"),  # ms-swift v3
+    "model": Alias("src"),  # ms-swift v3 and v4: Hugging Face weights
+    "mcore_model": Alias("src"),  # ms-swift v4: torch_dist weights
+    "save": Alias("dst"),  # ms-swift v3
+    "output_dir": Alias("dst"),  # ms-swift v4
+    "exist_ok": Alias("overwrite"),  # ms-swift v4
+}
+
+
+def aliases_by_field(table: Mapping[str, Alias]) -> dict[str, tuple[str, ...]]:
     """Field name -> its other names."""
     grouped: dict[str, tuple[str, ...]] = {}
-    for name, alias in ALIASES.items():
+    for name, alias in table.items():
         grouped[alias.field] = (*grouped.get(alias.field, ()), name)
     return grouped

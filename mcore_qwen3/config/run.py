@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from mcore_qwen3.config.aliases import aliases_by_field
+from mcore_qwen3.config.aliases import ALIASES, Alias, aliases_by_field
 from mcore_qwen3.config.checkpoint import CheckpointFlags
 from mcore_qwen3.config.data import DataFlags
 from mcore_qwen3.config.flags import Flag, section_flags
@@ -35,43 +34,41 @@ class RunConfig:
     launch: LaunchFlags = field(default_factory=LaunchFlags)
 
 
-SECTIONS: dict[str, type] = typing.get_type_hints(RunConfig)
+def sections(root: type) -> dict[str, type]:
+    """Section name -> its dataclass, of a class of settings such as `RunConfig`."""
+    return typing.get_type_hints(root)
 
 
-@functools.cache
-def _flags() -> tuple[Flag, ...]:
-    aliases = aliases_by_field()
-    return tuple(flag for section, cls in SECTIONS.items() for flag in section_flags(section, cls, aliases))
+def iter_flags(root: type = RunConfig, aliases: Mapping[str, Alias] = ALIASES) -> Iterator[Flag]:
+    """Every flag of a class of settings, section by section, in the order of declaration."""
+    other_names = aliases_by_field(aliases)
+    for section, cls in sections(root).items():
+        yield from section_flags(section, cls, other_names)
 
 
-def iter_flags() -> Iterator[Flag]:
-    """Every flag, section by section, in the order of declaration."""
-    yield from _flags()
-
-
-def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+def with_values[Config](config: Config, values: Mapping[str, Any]) -> Config:
     """A copy of ``config`` with the flags named in ``values`` set; a name that is no flag is a KeyError."""
-    section_of = {flag.name: flag.section for flag in iter_flags()}
+    section_of = {flag.name: flag.section for flag in iter_flags(type(config))}
     by_section: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         by_section.setdefault(section_of[name], {})[name] = value
-    sections = {
+    changed = {
         section: dataclasses.replace(getattr(config, section), **changes) for section, changes in by_section.items()
     }
-    return dataclasses.replace(config, **sections)
+    return dataclasses.replace(config, **changed)  # type: ignore[type-var]
 
 
-def to_flat_dict(config: RunConfig) -> dict[str, Any]:
+def to_flat_dict(config: object) -> dict[str, Any]:
     """Flag name -> value; lists as Python lists, so that JSON and YAML can hold it."""
-    flat = {flag.name: getattr(getattr(config, flag.section), flag.name) for flag in iter_flags()}
+    flat = {flag.name: getattr(getattr(config, flag.section), flag.name) for flag in iter_flags(type(config))}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in flat.items()}
 
 
-def to_yaml(config: RunConfig) -> str:
-    """YAML that ``--config`` reads back to an equal ``RunConfig``; a comment line heads each section."""
+def to_yaml(config: object) -> str:
+    """YAML that ``--config`` reads back to equal settings; a comment line heads each section."""
     flat = to_flat_dict(config)
     parts = []
-    for section in SECTIONS:
-        values = {flag.name: flat[flag.name] for flag in iter_flags() if flag.section == section}
+    for section in sections(type(config)):
+        values = {flag.name: flat[flag.name] for flag in iter_flags(type(config)) if flag.section == section}
         parts.append(f"# {section}\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
     return "\n".join(parts)

@@ -1,0 +1,51 @@
+"""The subcommands: which settings each one reads."""
+
+from __future__ import annotations
+
+from mcore_qwen3.config.aliases import ALIASES, CONVERT_ALIASES
+from mcore_qwen3.config.checks import check
+from mcore_qwen3.config.convert import Hf2McoreConfig, Mcore2HfConfig, VerifyConfig, check_conversion, check_verify
+from mcore_qwen3.config.parser import Command, Parsed, parse_command
+from mcore_qwen3.config.run import RunConfig
+
+ParsedRun = Parsed[RunConfig]
+
+HF2MCORE = Command(
+    program="convert hf2mcore",
+    root=Hf2McoreConfig,
+    aliases=CONVERT_ALIASES,
+    check=check_conversion,
+    words=("src", "dst"),
+)
+MCORE2HF = Command(
+    program="convert mcore2hf",
+    root=Mcore2HfConfig,
+    aliases=CONVERT_ALIASES,
+    check=check_conversion,
+    words=("src", "dst"),
+)
+EXPORT = Command(
+    program="megatron export",
+    root=Mcore2HfConfig,
+    aliases=CONVERT_ALIASES,
+    check=check_conversion,
+    words=("src", "dst"),
+)
+VERIFY = Command(program="convert verify", root=VerifyConfig, aliases={}, check=check_verify, words=("a", "b"))
+
+
+def parse_args(argv: list[str], command: str) -> ParsedRun:
+    """Read the words after ``megatron <command>``, where the command trains a model.
+
+    ``--help`` prints and raises SystemExit(0). Whatever cannot be read, or breaks a rule that needs no more than the
+    values, is one ConfigError.
+    """
+    return parse_command(
+        argv,
+        Command(
+            program=f"megatron {command}",
+            root=RunConfig,
+            aliases=ALIASES,
+            check=lambda config: check(config, command),
+        ),
+    )
