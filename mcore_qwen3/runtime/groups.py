@@ -58,11 +58,13 @@ def start_process_group(device: Device, timeout_s: float = 1800.0) -> None:
 
 
 def start_model_parallel(layout: ParallelLayout) -> None:
-    """Create megatron's groups (rank order tp-cp-ep-dp-pp) for the layout, replacing older ones."""
+    """Create megatron's groups (rank order tp-cp-ep-dp-pp) for the layout.
+
+    Raises:
+        LaunchError: another number of ranks has joined than the layout has.
+    """
     from megatron.core import parallel_state
 
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
     if dist.get_world_size() != layout.world_size:
         raise LaunchError(
             "the number of joined ranks must be the layout's", seen=f"{dist.get_world_size()} of {layout.world_size}"
@@ -75,6 +77,17 @@ def start_model_parallel(layout: ParallelLayout) -> None:
         expert_tensor_parallel_size=layout.expert_tensor,
         create_gloo_process_groups=True,
     )
+
+
+def stop_model_parallel() -> None:
+    """Leave megatron's groups and end their threads and connections; another layout may start then."""
+    from megatron.core import parallel_state
+
+    groups = parallel_state._global_process_group_list or []
+    parallel_state.destroy_model_parallel()
+    for group in groups:
+        if group is not None:  # None stands for the world
+            dist.destroy_process_group(group)
 
 
 def seed_everything(seed: int) -> None:
@@ -91,10 +104,7 @@ def seed_everything(seed: int) -> None:
 
 
 def stop_process_group() -> None:
-    """Leave megatron's groups and torch.distributed; safe to call twice."""
-    if not dist.is_initialized():
-        return
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    """Leave megatron's groups and the world; safe to call twice."""
+    if dist.is_initialized():
+        stop_model_parallel()
+        dist.destroy_process_group()

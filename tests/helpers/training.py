@@ -63,6 +63,23 @@ def step_batch(samples: list[Sample], cut: Cut, data: int, dp_rank: int, multipl
     return StepBatch(micro_batches, length, places, tokens, trained, tokens, trained)
 
 
+_started: Any = None
+
+
+def start_groups(layout: Any) -> None:
+    """Megatron's groups for the layout; kept while tests use the same one, since every group costs threads and time."""
+    global _started
+    from mcore_qwen3.runtime import groups
+
+    if layout == _started:
+        return
+    if _started is not None:
+        groups.stop_model_parallel()
+    groups.start_model_parallel(layout)
+    groups.seed_everything(1)
+    _started = layout
+
+
 def build(model_dir: str, layout: Layout, **options: Any) -> tuple[Any, Any]:
     """(shape, model with the weights of `model_dir`) on this rank."""
     import torch.distributed as dist
@@ -73,7 +90,6 @@ def build(model_dir: str, layout: Layout, **options: Any) -> tuple[Any, Any]:
     from mcore_qwen3.model.build import build_model
     from mcore_qwen3.model.config import ModelOptions
     from mcore_qwen3.model.weights import read_weights
-    from mcore_qwen3.runtime import groups
 
     shape = read_model_shape(model_dir)
     resolved = resolve_layout(
@@ -85,8 +101,7 @@ def build(model_dir: str, layout: Layout, **options: Any) -> tuple[Any, Any]:
         sequence_parallel=options.pop("sequence_parallel", False),
         shape=shape,
     )
-    groups.start_model_parallel(resolved)
-    groups.seed_everything(1)
+    start_groups(resolved)
     model = build_model(shape, resolved, ModelOptions(**options))
     with open_source(model_dir, shape) as source:
         read_weights(model, source)
