@@ -83,11 +83,10 @@ def stop_model_parallel() -> None:
     """Leave megatron's groups and end their threads and connections; another layout may start then."""
     from megatron.core import parallel_state
 
-    groups = parallel_state._global_process_group_list or []
-    parallel_state.destroy_model_parallel()
-    for group in groups:
-        if group is not None:  # None stands for the world
-            dist.destroy_process_group(group)
+    groups = {group for group in parallel_state._global_process_group_list or [] if group is not None}
+    parallel_state.destroy_model_parallel()  # forgets the groups, and destroys only some of them
+    for group in groups & set(dist.distributed_c10d._world.pg_map):
+        dist.destroy_process_group(group)
 
 
 def seed_everything(seed: int) -> None:
