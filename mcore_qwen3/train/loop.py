@@ -89,6 +89,7 @@ def train(plan: Plan, parts: Parts, state: TrainState, stop: StopRequest) -> Tra
         NonFiniteError: loss or gradient norm is not finite; the last checkpoint is untouched.
         SaveError: a checkpoint could not be written.
     """
+    state = replace(state, stopped_by="")  # why an earlier run ended does not end this one
     while state.iteration < plan.train_iters and not state.stopped_by:
         state = _one_step(plan, parts, state)
         at_end = state.iteration == plan.train_iters
