@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer
 
 from mcore_qwen3.cli.resolve import ResolvedRun
@@ -26,35 +25,36 @@ from mcore_qwen3.converters.torch_dist_writer import Chunk, write_chunks, write_
 from mcore_qwen3.data.batches import StepBatch, eval_batches, train_batches
 from mcore_qwen3.data.prepare import Prepared
 from mcore_qwen3.data.template import load_tokenizer
-from mcore_qwen3.model.build import build_model
+from mcore_qwen3.model.build import build_chunks
 from mcore_qwen3.model.config import ModelOptions
 from mcore_qwen3.model.provider import choose_modules
 from mcore_qwen3.model.weights import read_weights
 from mcore_qwen3.runtime.device import Device
 from mcore_qwen3.train.checkpoint import CheckpointWriter, SavedTensor
-from mcore_qwen3.train.optimizer import AdamSettings, build_optimizer, trainable_parameters, wrap_for_data_parallel
+from mcore_qwen3.train.optimizer import AdamSettings, Chunks, build_optimizer, trainable_parameters, wrap_for_data_parallel
 from mcore_qwen3.train.optimizer_state import read_state
 from mcore_qwen3.train.state import TrainState
 
 Say = Callable[[str], None]
 
 
-def build(run: ResolvedRun, device: Device, say: Say) -> tuple[DistributedDataParallel, ChainedOptimizer, TrainState]:
+def build(run: ResolvedRun, device: Device, say: Say) -> tuple[Chunks, ChainedOptimizer, TrainState]:
     """Model with its weights, optimizer with its state, and where the run stands.
 
     Raises:
         ConversionError: the checkpoint does not fit the model, or holds what the model has no place for.
     """
     options = model_options(run, device, say)
-    inner = build_model(run.shape, run.layout, options)
+    models = build_chunks(run.shape, run.layout, options)
     with open_source(run.weights, run.shape) as source:
-        read_weights(inner, source)
+        for model in models:
+            read_weights(model, source)
         _check_all_used(source)
-    say(f"weights: {run.weights}; {trainable_parameters(inner):,} trained parameters on rank 0")
-    model = wrap_for_data_parallel(inner)
+    say(f"weights: {run.weights}; {trainable_parameters(models):,} trained parameters on rank 0")
+    chunks = wrap_for_data_parallel(models)
     adam = run.config.optim
     optimizer = build_optimizer(
-        model,
+        chunks,
         AdamSettings(
             weight_decay=adam.weight_decay,
             adam_beta1=adam.adam_beta1,
@@ -64,15 +64,15 @@ def build(run: ResolvedRun, device: Device, say: Say) -> tuple[DistributedDataPa
         ),
     )
     if run.resume is None:
-        return model, optimizer, TrainState()
+        return chunks, optimizer, TrainState()
     state = TrainState.read(run.resume.directory)
     if run.config.checkpoint.no_load_optim:
         say(f"continuing after step {state.iteration}; the optimizer starts afresh (--no_load_optim true)")
-        return model, optimizer, state
+        return chunks, optimizer, state
     with OptimizerSource(run.resume.directory) as moments:
-        read_state(inner, optimizer, moments, step=state.optimizer_steps, with_master=options.bf16)
+        read_state(models, optimizer, moments, step=state.optimizer_steps, with_master=options.bf16)
     say(f"continuing after step {state.iteration} with the optimizer's state")
-    return model, optimizer, state
+    return chunks, optimizer, state
 
 
 def model_options(run: ResolvedRun, device: Device, say: Say) -> ModelOptions:

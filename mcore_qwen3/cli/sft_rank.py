@@ -59,7 +59,7 @@ def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> in
     config = run.config
     stop = StopRequest()
     on_stop_request(stop.set)
-    model, optimizer, state = parts.build(run, device, say)
+    chunks, optimizer, state = parts.build(run, device, say)
     save = parts.save_root(run)
     total = train_iters(config)
     log = TrainLog(
@@ -84,7 +84,7 @@ def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> in
         plan,
         Parts(
             device=device,
-            model=model,
+            chunks=chunks,
             optimizer=optimizer,
             schedule=schedule,
             batches=parts.training_batches(run, prepared, state.consumed_samples),

@@ -24,6 +24,7 @@ class Qwen3Model(GPTModel):
     """
 
     true_vocab_size: int
+    moe_layers: int  # of the whole model
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Cross entropy per token, [1, T] from logits [T, 1, vocabulary / TP]."""
@@ -35,8 +36,14 @@ class Qwen3Model(GPTModel):
         return super().compute_language_model_loss(labels, logits)
 
 
-def build_model(shape: ModelShape, layout: ParallelLayout, options: ModelOptions) -> Qwen3Model:
-    """Construct this rank's part of the model with unset parameters; the groups must exist.
+def build_model(shape: ModelShape, layout: ParallelLayout, options: ModelOptions, chunk: int | None = None) -> Qwen3Model:
+    """Construct a part of the model with unset parameters; the groups must exist.
+
+    Args:
+        shape: the model.
+        layout: sizes of the groups.
+        options: the run's choices.
+        chunk: which of this rank's parts, under an interleaved pipeline.
 
     Returns:
         The model in training mode, on the rank's device, with `true_vocab_size` set. Read a checkpoint into it before use.
@@ -45,18 +52,27 @@ def build_model(shape: ModelShape, layout: ParallelLayout, options: ModelOptions
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # GPTModel's deprecation notice
     model = Qwen3Model(
         config=config,
-        transformer_layer_spec=block_spec(config, spec_provider(options.modules)),
+        transformer_layer_spec=block_spec(config, spec_provider(options.modules), chunk),
         vocab_size=padded_vocab_size(shape.vocab_size, layout.tensor),
         max_sequence_length=shape.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
         parallel_output=True,
         share_embeddings_and_output_weights=shape.tie_word_embeddings,
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,
+        vp_stage=chunk,
     )
     model.true_vocab_size = shape.vocab_size
+    model.moe_layers = shape.num_layers if shape.is_moe else 0
     return model
+
+
+def build_chunks(shape: ModelShape, layout: ParallelLayout, options: ModelOptions) -> list[Qwen3Model]:
+    """This rank's parts of the model: one, or `virtual_pipeline` of them under an interleaved pipeline."""
+    if layout.virtual_pipeline == 1:
+        return [build_model(shape, layout, options)]
+    return [build_model(shape, layout, options, chunk) for chunk in range(layout.virtual_pipeline)]
 
 
 def unwrapped(model: torch.nn.Module) -> Qwen3Model:

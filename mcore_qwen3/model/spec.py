@@ -62,7 +62,9 @@ def layer_spec(config: TransformerConfig, provider: BackendSpecProvider) -> Modu
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
 
 
-def block_spec(config: TransformerConfig, provider: BackendSpecProvider) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage and the final norm."""
-    layers = [layer_spec(config, provider)] * get_num_layers_to_build(config)
+def block_spec(
+    config: TransformerConfig, provider: BackendSpecProvider, chunk: int | None = None
+) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage (or of one of its chunks) and the final norm."""
+    layers = [layer_spec(config, provider)] * get_num_layers_to_build(config, vp_stage=chunk)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=provider.layer_norm(rms_norm=True))

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import MegatronModule
 
 from mcore_qwen3.errors import McoreQwen3Error
 from mcore_qwen3.model.build import unwrapped
 from mcore_qwen3.model.pieces import pieces
+from mcore_qwen3.train.optimizer import Chunks
 from mcore_qwen3.train.optimizer_state import ensure_state, state_parts
 from mcore_qwen3.train.state import TrainState
 
@@ -59,18 +59,18 @@ def iteration_name(iteration: int) -> str:
 
 
 def tensors_to_save(
-    model: MegatronModule, optimizer: ChainedOptimizer | None, *, with_master: bool
+    models: Sequence[MegatronModule], optimizer: ChainedOptimizer | None, *, with_master: bool
 ) -> list[SavedTensor]:
     """The rectangles of weights and optimizer state that this rank writes; together the ranks write each value once."""
     saved = []
-    for piece in pieces(model):
+    for piece in (piece for model in models for piece in pieces(model)):
         if not any(piece.copies):
             place = piece.global_block(piece.block)
             values = piece.parameter.data[piece.block.slices]
             saved.append(SavedTensor(piece.key, piece.global_shape, place.starts, place.sizes, values))
     if optimizer is not None:
         ensure_state(optimizer)
-        for part in state_parts(model, optimizer, with_master=with_master):
+        for part in state_parts(models, optimizer, with_master=with_master):
             if part.is_first_copy:
                 saved.append(SavedTensor(part.key, part.global_shape, part.block.starts, part.block.sizes, part.values))
     return saved
@@ -79,7 +79,7 @@ def tensors_to_save(
 def save_checkpoint(
     root: Path,
     state: TrainState,
-    model: DistributedDataParallel,
+    chunks: Chunks,
     optimizer: ChainedOptimizer | None,
     writer: CheckpointWriter,
 ) -> Path:
@@ -88,7 +88,7 @@ def save_checkpoint(
     Args:
         root: the run's save directory.
         state: progress to store.
-        model: the wrapped model.
+        chunks: the wrapped model.
         optimizer: None leaves the moments out.
         writer: the file format.
 
@@ -100,7 +100,7 @@ def save_checkpoint(
     """
     final = root / iteration_name(state.iteration)
     partial = root / f".{final.name}.partial"
-    inner = unwrapped(model)
+    inner = [unwrapped(chunk) for chunk in chunks]
     stored = replace(state, has_optimizer=optimizer is not None)
 
     def clear() -> None:
@@ -121,7 +121,7 @@ def save_checkpoint(
         _sync_names(root)
 
     _together(lambda: clear() if dist.get_rank() == 0 else None, "create a directory for the checkpoint", partial)
-    tensors = tensors_to_save(inner, optimizer, with_master=inner.config.bf16)
+    tensors = tensors_to_save(inner, optimizer, with_master=inner[0].config.bf16)
     _together(lambda: writer.write_tensors(partial, tensors), "write the tensors of the checkpoint", partial)
     _together(lambda: publish() if dist.get_rank() == 0 else None, "complete the checkpoint", final)
     return final

@@ -97,8 +97,7 @@ class TrainLog:
             "memory_gib": memory,
             "seconds_left": left,
         }
-        if result.balance_loss is not None:
-            record["balance_loss"] = result.balance_loss
+        record.update(result.router)
         self._write(record)
         if iteration % self._interval == 0 or iteration in (self._start + 1, self._train_iters):
             self._show(iteration, lr, memory, left)
@@ -114,8 +113,9 @@ class TrainLog:
         seconds, tokens = sum(item[1] for item in self._window), sum(item[2] for item in self._window)
         last = results[-1]
         parts = [f"loss {loss:.4f}"]
-        if last.balance_loss is not None:
-            parts.append(f"balance {last.balance_loss:.4f}")
+        for name, label in (("balance_loss", "balance"), ("z_loss", "z"), ("dropped_share", "dropped")):
+            if name in last.router:
+                parts.append(f"{label} {last.router[name]:.4f}")
         norm = "skipped: no trained token" if last.grad_norm is None else f"{last.grad_norm:.3f}"
         parts += [
             f"grad norm {norm}",

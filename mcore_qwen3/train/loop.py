@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer
 
 from mcore_qwen3.data.batches import StepBatch
 from mcore_qwen3.runtime.device import Device, current_device, memory_gib
 from mcore_qwen3.train.checkpoint import CheckpointWriter, save_checkpoint
 from mcore_qwen3.train.log import TrainLog
+from mcore_qwen3.train.optimizer import Chunks
 from mcore_qwen3.train.schedule import LearningRate
 from mcore_qwen3.train.state import TrainState
 from mcore_qwen3.train.step import evaluate_step, train_step
@@ -52,7 +52,7 @@ class Parts:
     """
 
     device: Device
-    model: DistributedDataParallel
+    chunks: Chunks
     optimizer: ChainedOptimizer
     schedule: LearningRate
     batches: Iterator[StepBatch]
@@ -106,7 +106,7 @@ def _one_step(plan: Plan, parts: Parts, state: TrainState) -> TrainState:
     batch = next(parts.batches)
     wait = time.monotonic() - began
     lr = parts.schedule.at(state.iteration)
-    result = train_step(parts.model, parts.optimizer, batch, lr)
+    result = train_step(parts.chunks, parts.optimizer, batch, lr)
     state = state.after_step(
         samples=plan.global_batch_size,
         tokens=batch.global_tokens,
@@ -138,7 +138,7 @@ def evaluate(parts: Parts, iteration: int) -> float:
     total, trained = 0.0, 0
     with parts.log.paused():
         for batch in parts.evaluation():
-            part, count = evaluate_step(parts.model, batch)
+            part, count = evaluate_step(parts.chunks, batch)
             total, trained = total + part, trained + count
     loss = total / trained
     parts.log.evaluation(iteration, loss, trained)
@@ -148,6 +148,6 @@ def evaluate(parts: Parts, iteration: int) -> float:
 def _save(plan: Plan, parts: Parts, state: TrainState) -> None:
     optimizer = parts.optimizer if plan.save_optimizer else None
     with parts.log.paused():
-        directory = save_checkpoint(plan.save, state, parts.model, optimizer, parts.writer)
+        directory = save_checkpoint(plan.save, state, parts.chunks, optimizer, parts.writer)
         parts.log.say(f"saved {directory}")
         parts.after_save(directory)

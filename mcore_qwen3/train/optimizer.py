@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,10 @@ from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megat
 from megatron.core.transformer.module import Float16Module, MegatronModule
 
 from mcore_qwen3.errors import McoreQwen3Error
+
+
+# The parts of the model that this rank holds: one, or several under an interleaved pipeline.
+Chunks = list[DistributedDataParallel]
 
 
 class NonFiniteError(McoreQwen3Error):
@@ -28,11 +33,9 @@ class AdamSettings:
     clip_grad: float = 1.0
 
 
-def wrap_for_data_parallel(model: MegatronModule) -> DistributedDataParallel:
-    """Give the model fp32 gradient buffers, reduced over the data-parallel (or expert-data-parallel) ranks."""
-    config = model.config
-    if config.bf16:
-        model = Float16Module(config, model)
+def wrap_for_data_parallel(models: Sequence[MegatronModule]) -> Chunks:
+    """Give the model's chunks fp32 gradient buffers, reduced over the data-parallel (or expert-data-parallel) ranks."""
+    config = models[0].config
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
@@ -41,13 +44,21 @@ def wrap_for_data_parallel(model: MegatronModule) -> DistributedDataParallel:
         average_in_collective=False,
         check_for_nan_in_grad=False,  # checked once on the global norm, before the update
     )
-    ddp = DistributedDataParallel(config=config, ddp_config=ddp_config, module=model)
-    config.no_sync_func = ddp.no_sync
+    chunks = [
+        DistributedDataParallel(
+            config=config,
+            ddp_config=ddp_config,
+            module=Float16Module(config, model) if config.bf16 else model,
+            disable_bucketing=number > 0,
+        )
+        for number, model in enumerate(models)
+    ]
+    config.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
     config.finalize_model_grads_func = finalize_model_grads
-    return ddp
+    return chunks
 
 
-def build_optimizer(model: DistributedDataParallel, settings: AdamSettings) -> ChainedOptimizer:
+def build_optimizer(chunks: Chunks, settings: AdamSettings) -> ChainedOptimizer:
     """AdamW with state split over the data-parallel ranks; no decay on norms and other vectors (as Megatron)."""
     config = OptimizerConfig(
         optimizer="adam",
@@ -57,11 +68,11 @@ def build_optimizer(model: DistributedDataParallel, settings: AdamSettings) -> C
         adam_beta2=settings.adam_beta2,
         adam_eps=settings.adam_eps,
         clip_grad=settings.clip_grad,
-        bf16=model.config.bf16,
-        params_dtype=model.config.params_dtype,
+        bf16=chunks[0].config.bf16,
+        params_dtype=chunks[0].config.params_dtype,
         use_distributed_optimizer=True,
     )
-    optimizer = get_megatron_optimizer(config, [model])
+    optimizer = get_megatron_optimizer(config, chunks)
     assert isinstance(optimizer, ChainedOptimizer)
     for group in optimizer.param_groups:  # megatron marks the groups and leaves the product to its scheduler
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]
@@ -96,12 +107,13 @@ def update(optimizer: ChainedOptimizer, lr: float) -> float:
     return norm
 
 
-def zero_gradients(model: DistributedDataParallel, optimizer: ChainedOptimizer) -> None:
+def zero_gradients(chunks: Chunks, optimizer: ChainedOptimizer) -> None:
     """Start a step with empty gradient buffers."""
-    model.zero_grad_buffer()
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
     optimizer.zero_grad()
 
 
-def trainable_parameters(model: torch.nn.Module) -> int:
+def trainable_parameters(models: Sequence[torch.nn.Module]) -> int:
     """Number of parameters of this rank that receive gradients."""
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return sum(parameter.numel() for model in models for parameter in model.parameters() if parameter.requires_grad)

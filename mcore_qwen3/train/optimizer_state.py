@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,17 +71,20 @@ def set_step(optimizer: ChainedOptimizer, step: int) -> None:
                 group["step"] = step
 
 
-def state_parts(model: MegatronModule, optimizer: ChainedOptimizer, *, with_master: bool) -> Iterator[StatePart]:
+def state_parts(
+    models: Sequence[MegatronModule], optimizer: ChainedOptimizer, *, with_master: bool
+) -> Iterator[StatePart]:
     """Every rectangle of this rank's optimizer state.
 
     Args:
-        model: the wrapped model's inner module.
+        models: this rank's chunks, without wrappers.
         optimizer: with allocated state (`ensure_state`).
         with_master: also the fp32 weights that bf16 parameters are rounded from.
     """
     by_parameter: dict[torch.nn.Parameter, list[Piece]] = defaultdict(list)
-    for piece in pieces(model):
-        by_parameter[piece.parameter].append(piece)
+    for model in models:
+        for piece in pieces(model):
+            by_parameter[piece.parameter].append(piece)
     names = (*MOMENTS, *((MASTER,) if with_master else ()))
     for part in optimizer.chained_optimizers:
         for parameter, start, stop in _own_ranges(part):
@@ -114,12 +117,12 @@ def _own_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter
 
 
 def read_state(
-    model: MegatronModule, optimizer: ChainedOptimizer, source: Source, *, step: int, with_master: bool
+    models: Sequence[MegatronModule], optimizer: ChainedOptimizer, source: Source, *, step: int, with_master: bool
 ) -> None:
     """Fill this rank's optimizer state from a checkpoint of any layout.
 
     Args:
-        model: the wrapped model's inner module.
+        models: this rank's chunks, without wrappers.
         optimizer: a fresh optimizer.
         source: gives the `optimizer.state.*` entries.
         step: finished updates of the checkpoint.
@@ -132,7 +135,7 @@ def read_state(
     ensure_state(optimizer)
     entries = source.entries()
     has_master = any(key.startswith(f"{PREFIX}{MASTER}.") for key in entries)
-    for part in state_parts(model, optimizer, with_master=with_master and has_master):
+    for part in state_parts(models, optimizer, with_master=with_master and has_master):
         if part.key not in entries:
             raise ConversionError("the checkpoint lacks optimizer state of the model", seen=part.key)
         stored = tuple(entries[part.key].shape)

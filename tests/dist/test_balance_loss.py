@@ -72,7 +72,7 @@ def balance_gradient(directory: Path, layout: Layout, rows: list[Sample], cut: C
             moe_aux_loss_coeff=coefficient,
         )
         found.append(assemble(ranks, atol=1e-6))
-        logged = ranks[0]["balance"][0] if coefficient else logged
+        logged = ranks[0]["router"][0]["balance_loss"] if coefficient else logged
     return {key: found[0][key] - found[1][key] for key in found[0]}, logged
 
 

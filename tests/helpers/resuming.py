@@ -42,20 +42,22 @@ def train_and_save(
     from mcore_qwen3.train.state import TrainState
     from mcore_qwen3.train.step import train_step
 
-    resolved, model = build(model_dir, layout, **options)
+    resolved, models = build(model_dir, layout, **options)
     if resume:
         with TorchDistSource(resume, read_model_shape(model_dir)) as source:
-            read_weights(model, source)
-    ddp = wrap_for_data_parallel(model)
-    optimizer = build_optimizer(ddp, AdamSettings())
+            for model in models:
+                read_weights(model, source)
+    chunks = wrap_for_data_parallel(models)
+    optimizer = build_optimizer(chunks, AdamSettings())
     if resume and not drop_moments:
         state = TrainState.read(Path(resume))
         with OptimizerSource(resume) as source:
-            read_state(model, optimizer, source, step=state.optimizer_steps, with_master=bool(options.get("bf16")))
+            read_state(models, optimizer, source, step=state.optimizer_steps, with_master=bool(options.get("bf16")))
     losses, norms = [], []
     for samples in batches[skip:]:
         rank = parallel_state.get_data_parallel_rank()
-        result = train_step(ddp, optimizer, step_batch(samples, cut, resolved.data, rank, 2 * resolved.tensor), lr)
+        batch = step_batch(samples, cut, resolved.data, rank, resolved.context, resolved.tensor)
+        result = train_step(chunks, optimizer, batch, lr)
         losses.append(result.loss)
         norms.append(result.grad_norm)
     if save:
@@ -71,10 +73,10 @@ def train_and_save(
             flush_tree,
         )
         done = len(batches)
-        save_checkpoint(Path(save), TrainState(iteration=done, optimizer_steps=done), ddp, optimizer, writer)
+        save_checkpoint(Path(save), TrainState(iteration=done, optimizer_steps=done), chunks, optimizer, writer)
     final = [
         (tensor.key, tensor.global_shape, tensor.starts, tensor.values.detach().float().reshape(tensor.sizes).clone())
-        for tensor in tensors_to_save(model, optimizer, with_master=False)
+        for tensor in tensors_to_save(models, optimizer, with_master=False)
     ]
     return {"losses": losses, "grad_norms": norms, "gradients": final}
 

@@ -20,14 +20,27 @@ class Layout:
     expert: int = 1
     expert_tensor: int = 1
     data: int = 1
+    context: int = 1
+    virtual: int = 1
+    first_stage: int | None = None
 
     @property
     def world(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.data * self.context
 
     def __str__(self) -> str:
-        names = {"tensor": "TP", "pipeline": "PP", "expert": "EP", "expert_tensor": "ETP", "data": "DP"}
+        names = {
+            "tensor": "TP",
+            "pipeline": "PP",
+            "virtual": "VPP",
+            "context": "CP",
+            "expert": "EP",
+            "expert_tensor": "ETP",
+            "data": "DP",
+        }
         parts = [f"{short}{getattr(self, name)}" for name, short in names.items() if getattr(self, name) > 1]
+        if self.first_stage is not None:
+            parts.append(f"first{self.first_stage}")
         return "x".join(parts) or "one"
 
 
@@ -44,19 +57,22 @@ def rows_of(samples: list[Sample], cut: Cut) -> list[list[Sample]]:
     return [samples[i : i + cut.pack] for i in range(0, len(samples), cut.pack)]
 
 
-def step_batch(samples: list[Sample], cut: Cut, data: int, dp_rank: int, multiple: int) -> Any:
+def step_batch(samples: list[Sample], cut: Cut, data: int, dp_rank: int, context: int, tensor: int) -> Any:
     """This rank's StepBatch of one global batch, by the trainer's own collation."""
+    from mcore_qwen3.arch import row_multiple
     from mcore_qwen3.data.batches import StepBatch
     from mcore_qwen3.data.micro_batch import build_micro_batch
 
     rows = rows_of(samples, cut)
     assert len(rows) % (data * cut.micro_batch) == 0
-    longest = max(sum(len(sample.ids) for sample in row) for row in rows)
+    each = row_multiple(tensor, tensor > 1, context) if context > 1 else 1
+    longest = max(sum(-(-len(sample.ids) // each) * each for sample in row) for row in rows)
+    multiple = row_multiple(tensor, True, context) * 2
     length = -(-longest // multiple) * multiple
     count = len(rows) // (data * cut.micro_batch)
     places = np.arange(len(rows)).reshape(count, data, cut.micro_batch)[:, dp_rank]
     micro_batches = [
-        build_micro_batch([[(s.ids, s.mask) for s in rows[i]] for i in group], length, 0) for group in places
+        build_micro_batch([[(s.ids, s.mask) for s in rows[i]] for i in group], length, 0, each) for group in places
     ]
     trained = sum(int(sample.mask[1:].sum()) for sample in samples)
     tokens = sum(len(sample.ids) for sample in samples)
@@ -81,13 +97,13 @@ def start_groups(layout: Any) -> None:
 
 
 def build(model_dir: str, layout: Layout, **options: Any) -> tuple[Any, Any]:
-    """(shape, model with the weights of `model_dir`) on this rank."""
+    """(layout, this rank's chunks of the model with the weights of `model_dir`)."""
     import torch.distributed as dist
 
     from mcore_qwen3.arch.layout import resolve_layout
     from mcore_qwen3.arch.shape import read_model_shape
     from mcore_qwen3.converters import open_source
-    from mcore_qwen3.model.build import build_model
+    from mcore_qwen3.model.build import build_chunks
     from mcore_qwen3.model.config import ModelOptions
     from mcore_qwen3.model.weights import read_weights
 
@@ -98,17 +114,29 @@ def build(model_dir: str, layout: Layout, **options: Any) -> tuple[Any, Any]:
         pipeline=layout.pipeline,
         expert=layout.expert,
         expert_tensor=layout.expert_tensor,
+        context=layout.context,
+        **_pipeline_extras(layout),
         sequence_parallel=options.pop("sequence_parallel", False),
         shape=shape,
     )
     start_groups(resolved)
-    model = build_model(shape, resolved, ModelOptions(**options))
+    models = build_chunks(shape, resolved, ModelOptions(**options))
     with open_source(model_dir, shape) as source:
-        read_weights(model, source)
-    return resolved, model
+        for model in models:
+            read_weights(model, source)
+    return resolved, models
 
 
-def gather_gradients(ddp: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:
+def _pipeline_extras(layout: Layout) -> dict[str, Any]:
+    extras: dict[str, Any] = {}
+    if layout.virtual > 1:
+        extras["virtual_pipeline"] = layout.virtual
+    if layout.first_stage is not None:
+        extras["first_stage_layers"] = layout.first_stage
+    return extras
+
+
+def gather_gradients(chunks: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:
     """This rank's gradients as (key, global shape, global start, values).
 
     The distributed optimizer leaves each data-parallel rank only its reduced part of the buffer: the parts are gathered.
@@ -118,13 +146,13 @@ def gather_gradients(ddp: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ..
     from mcore_qwen3.model.build import unwrapped
     from mcore_qwen3.model.pieces import pieces
 
-    for buffer in ddp.buffers + ddp.expert_parallel_buffers:
+    for buffer in [buffer for ddp in chunks for buffer in ddp.buffers + ddp.expert_parallel_buffers]:
         group = buffer.data_parallel_group
         for bucket in buffer.buckets:
             own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
             dist.all_gather(list(bucket.grad_data.chunk(group.size())), own, group=group)
     result = []
-    for piece in pieces(unwrapped(ddp)):
+    for piece in [piece for ddp in chunks for piece in pieces(unwrapped(ddp))]:
         place = piece.global_block(piece.block)
         values = piece.parameter.main_grad[piece.block.slices].reshape(place.sizes).clone()
         result.append((piece.key, piece.global_shape, place.starts, values))
@@ -145,45 +173,40 @@ def run_steps(
     """Train on the batches from the files in `model_dir`.
 
     Returns:
-        losses, grad_norms and balance losses by step, and the first step's gradients of this rank.
+        losses, grad_norms and router numbers by step, and the first step's gradients of this rank.
     """
     from megatron.core import parallel_state
 
     from mcore_qwen3.train.optimizer import AdamSettings, build_optimizer, wrap_for_data_parallel
     from mcore_qwen3.train.step import train_step
 
-    resolved, model = build(model_dir, layout, **options)
-    ddp = wrap_for_data_parallel(model)
+    resolved, models = build(model_dir, layout, **options)
+    chunks = wrap_for_data_parallel(models)
     if sabotage:
-        _sabotage(sabotage, ddp)
-    optimizer = build_optimizer(ddp, AdamSettings(weight_decay=0.1, clip_grad=1.0))
-    multiple = 2 * resolved.tensor
-    losses, norms, balances, first = [], [], [], []
+        _sabotage(sabotage, chunks[0])
+    optimizer = build_optimizer(chunks, AdamSettings(weight_decay=0.1, clip_grad=1.0))
+    losses, norms, router, first = [], [], [], []
     for number, samples in enumerate(batches):
-        batch = step_batch(samples, cut, resolved.data, parallel_state.get_data_parallel_rank(), multiple)
+        rank = parallel_state.get_data_parallel_rank()
+        batch = step_batch(samples, cut, resolved.data, rank, resolved.context, resolved.tensor)
         if number == 0 and gradients:
-            first = first_gradients(ddp, optimizer, batch)
-        result = train_step(ddp, optimizer, batch, lr)
+            first = first_gradients(chunks, optimizer, batch)
+        result = train_step(chunks, optimizer, batch, lr)
         losses.append(result.loss)
         norms.append(result.grad_norm)
-        balances.append(result.balance_loss)
-    return {"losses": losses, "grad_norms": norms, "balance": balances, "gradients": first}
+        router.append(result.router)
+    return {"losses": losses, "grad_norms": norms, "router": router, "gradients": first}
 
 
-def first_gradients(ddp: Any, optimizer: Any, batch: Any) -> list[Any]:
+def first_gradients(chunks: Any, optimizer: Any, batch: Any) -> list[Any]:
     """Gradients of one batch before any update, gathered."""
-    from megatron.core import parallel_state
-    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-
-    from mcore_qwen3.model.router import set_step_scale
     from mcore_qwen3.train.optimizer import zero_gradients
-    from mcore_qwen3.train.step import run_schedule
+    from mcore_qwen3.train.step import run_schedule, start_routers
 
-    zero_gradients(ddp, optimizer)
-    set_step_scale(batch.global_trained_tokens, len(batch.micro_batches), parallel_state.get_data_parallel_world_size())
-    run_schedule(ddp, batch.micro_batches, forward_only=False)
-    get_moe_metrics_tracker().clear()
-    return gather_gradients(ddp)
+    zero_gradients(chunks, optimizer)
+    start_routers(batch)
+    run_schedule(chunks, batch.micro_batches, forward_only=False)
+    return gather_gradients(chunks)
 
 
 def _sabotage(kind: str, ddp: Any) -> None:
@@ -203,8 +226,8 @@ def logits_of(model_dir: str, sequences: list[list[int]], **options: Any) -> lis
     """Logits of each sequence by the model on one rank, all in one packed row."""
     from mcore_qwen3.model.logits import packed_logits
 
-    _, model = build(model_dir, Layout(), **options)
-    return packed_logits(model.eval(), sequences)
+    _, models = build(model_dir, Layout(), **options)
+    return packed_logits(models[0].eval(), sequences)
 
 
 def assemble(ranks: list[dict[str, Any]], *, atol: float = 0.0) -> dict[str, torch.Tensor]:
