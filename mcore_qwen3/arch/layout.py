@@ -45,7 +45,6 @@ class ParallelLayout:
     expert_data: int
     sequence_parallel: bool
     is_moe: bool
-    virtual_pipeline: int = 1
     notes: tuple[str, ...] = ()
 
     def grid_text(self) -> str:
