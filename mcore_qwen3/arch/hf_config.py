@@ -8,10 +8,12 @@ there; any other key that is left out means what it means to transformers 5.24.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_qwen3.arch.hf_values import bad_value, typed
+from mcore_qwen3.arch.rope import rope_scaling, rope_theta
 from mcore_qwen3.errors import ConfigError
 
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
@@ -50,10 +52,14 @@ _MOE_FIELDS = {
     # The released MoE models write true; transformers reads a missing key as false.
     "norm_topk_prob": _Field(("norm_topk_prob",), bool, False),
 }
+# Which layers have experts; `_moe_layers` reads them.
+_MOE_SPECIAL = {"decoder_sparse_step", "mlp_only_layers"}
 _FIELDS = {"qwen3": _COMMON_FIELDS, "qwen3_moe": _COMMON_FIELDS | _MOE_FIELDS}
 
 # Keys that need more than a type check; `translate` reads each of them.
-_SPECIAL = {"model_type", "architectures", "head_dim", "rope_theta", "rope_parameters", "eos_token_id", "layer_types"}
+_SPECIAL = {"model_type", "architectures", "head_dim", "eos_token_id", "layer_types"} | {
+    "rope_theta", "rope_parameters", "rope_scaling",
+}  # fmt: skip
 
 # Keys that do not change what is trained, whatever their value.
 _HARMLESS = {
@@ -73,10 +79,9 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu",), "SwiGLU is the only activation"),
     "use_qk_norm": ((True,), "query and key are always normalised"),
     "use_sliding_window": ((False, None), "attention is always over the whole sequence"),
-    "rope_scaling": ((None, {"rope_type": "default"}, {"type": "default"}), "RoPE is not scaled"),
     "partial_rotary_factor": ((1, None), "RoPE turns every channel of a head"),
-    "decoder_sparse_step": ((1,), "every layer of a MoE model has experts"),
-    "mlp_only_layers": (([], None), "every layer of a MoE model has experts"),
+    "decoder_sparse_step": ((1, None), "a dense model has no experts"),
+    "mlp_only_layers": (([], None), "a dense model has no experts"),
     "shared_expert_intermediate_size": ((0, None), "there is no shared expert"),
     "quantization_config": ((None,), "quantised weights cannot be trained; take the bf16 release of the model"),
     "auto_map": ((None,), "code that comes with a checkpoint is never run"),
@@ -97,7 +102,7 @@ def translate(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     fields = _FIELDS[model_type]
     _refuse_what_is_not_read(config, fields, source)
     missing = [f.keys[0] for f in fields.values() if f.default is _REQUIRED and not any(k in config for k in f.keys)]
-    if not {"rope_theta", "rope_parameters"} & config.keys():
+    if not any(config.get(key) for key in ("rope_theta", "rope_parameters", "rope_scaling")):
         missing.append("rope_theta")
     if missing:
         raise ConfigError(
@@ -107,22 +112,16 @@ def translate(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         )
     shape = {name: _read(config, field, source) for name, field in fields.items()}
     if shape["torch_dtype"] not in DTYPES:
-        raise _bad_value(source, "torch_dtype", shape["torch_dtype"], "one of " + ", ".join(DTYPES))
+        raise bad_value(source, "torch_dtype", shape["torch_dtype"], "one of " + ", ".join(DTYPES))
     _check_layer_types(config, shape["num_layers"], source)
     return shape | {
         "model_type": model_type,
         "head_dim": _head_dim(config, model_type, shape, source),
-        "rope_theta": _rope_theta(config, source),
+        "rope_theta": rope_theta(config, source),
+        "rope_scaling": rope_scaling(config, source),
+        "moe_layers": _moe_layers(config, model_type, shape, source),
         "eos_token_id": _eos_token_id(config, source),
     }
-
-
-def _bad_value(source: str, key: str, value: Any, wanted: str, why: str | None = None) -> ConfigError:
-    return ConfigError(
-        f"{source}: {key} must be {wanted}" + (f" ({why})" if why else ""),
-        seen=f"{key} = {value!r}",
-        fix="use a checkpoint that fits, or correct the key if it does not describe the weights",
-    )
 
 
 def _model_type(config: Mapping[str, Any], source: str) -> str:
@@ -135,19 +134,21 @@ def _model_type(config: Mapping[str, Any], source: str) -> str:
         )
     architectures = config.get("architectures")
     if architectures not in (None, [ARCHITECTURES[model_type]]):
-        raise _bad_value(source, "architectures", architectures, f"[{ARCHITECTURES[model_type]!r}] for {model_type}")
+        raise bad_value(source, "architectures", architectures, f"[{ARCHITECTURES[model_type]!r}] for {model_type}")
     return model_type
 
 
 def _refuse_what_is_not_read(config: Mapping[str, Any], fields: Mapping[str, _Field], source: str) -> None:
     read = _SPECIAL | _HARMLESS | {key for field in fields.values() for key in field.keys}
+    if config["model_type"] == "qwen3_moe":
+        read |= _MOE_SPECIAL
     for key, value in config.items():
         if key in read:
             continue
         if key in _NEUTRAL:
             allowed, why = _NEUTRAL[key]
             if value not in allowed:
-                raise _bad_value(source, key, value, repr(allowed[0]), why)
+                raise bad_value(source, key, value, repr(allowed[0]), why)
         elif value:  # an unknown key that is null, false, 0 or empty switches nothing on
             raise ConfigError(
                 f"{source}: unknown key {key!r} for model_type {config['model_type']}; it might change the model",
@@ -167,23 +168,13 @@ def _read(config: Mapping[str, Any], field: _Field, source: str) -> Any:
             fix="keep the right one",
         )
     key, value = next(iter(values.items()))
-    return _typed(value, field.kind, key, source)
-
-
-def _typed(value: Any, kind: type, key: str, source: str) -> Any:
-    # bool is a subclass of int, but true is no layer count; a whole number is a good float.
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
-        raise _bad_value(source, key, value, names[kind])
-    return value
+    return typed(value, field.kind, key, source)
 
 
 def _head_dim(config: Mapping[str, Any], model_type: str, shape: Mapping[str, Any], source: str) -> int:
     """As transformers 5.24: without the key 128 for a dense model, hidden_size // num_attention_heads for a MoE one."""
     if "head_dim" in config:
-        return _typed(config["head_dim"], int, "head_dim", source)
+        return typed(config["head_dim"], int, "head_dim", source)
     if model_type == "qwen3":
         return 128
     hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
@@ -196,32 +187,28 @@ def _head_dim(config: Mapping[str, Any], model_type: str, shape: Mapping[str, An
     return hidden // heads
 
 
-def _rope_thetas(config: Mapping[str, Any], source: str) -> Iterator[tuple[str, Any]]:
-    if "rope_theta" in config:
-        yield "rope_theta", config["rope_theta"]
-    rope = config.get("rope_parameters")
-    if rope is None:
-        return
-    if not isinstance(rope, Mapping):
-        raise _bad_value(source, "rope_parameters", rope, "an object with rope_theta and rope_type")
-    neutral = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1}
-    for key, value in rope.items():
-        if key == "rope_theta":
-            yield "rope_parameters.rope_theta", value
-        elif key not in neutral or value != neutral[key]:
-            wanted = repr(neutral[key]) if key in neutral else "absent"
-            raise _bad_value(source, f"rope_parameters.{key}", value, wanted, "RoPE is not scaled")
-
-
-def _rope_theta(config: Mapping[str, Any], source: str) -> float:
-    thetas = {key: _typed(value, float, key, source) for key, value in _rope_thetas(config, source)}
-    if len(set(thetas.values())) != 1:
+def _moe_layers(config: Mapping[str, Any], model_type: str, shape: Mapping[str, Any], source: str) -> tuple[bool, ...]:
+    """As transformers 5.24: every decoder_sparse_step-th layer has experts, but for those in mlp_only_layers."""
+    if model_type == "qwen3":
+        return (False,) * shape["num_layers"]
+    step = typed(config.get("decoder_sparse_step", 1), int, "decoder_sparse_step", source)
+    if step < 1:
+        raise bad_value(source, "decoder_sparse_step", step, "1 or more")
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise bad_value(source, "mlp_only_layers", dense, "a list of layer numbers")
+    dense = {typed(layer, int, "mlp_only_layers", source) for layer in dense}
+    layers = tuple(
+        layer not in dense and shape["num_experts"] > 0 and (layer + 1) % step == 0
+        for layer in range(shape["num_layers"])
+    )
+    if shape["num_experts"] > 0 and shape["num_layers"] > 0 and not any(layers):
         raise ConfigError(
-            f"{source}: rope_theta must be given once, at the top or in rope_parameters",
-            seen=", ".join(f"{key} = {value!r}" for key, value in thetas.items()) or "no rope_theta",
-            fix="write the value the weights were trained with",
+            f"{source}: a qwen3_moe model needs a layer with experts",
+            seen=f"{shape['num_layers']} layers, decoder_sparse_step {step}, mlp_only_layers {sorted(dense)}",
+            fix="correct the two keys; a model whose layers are all dense is model_type qwen3",
         )
-    return next(iter(thetas.values()))
+    return layers
 
 
 def _eos_token_id(config: Mapping[str, Any], source: str) -> tuple[int, ...]:
@@ -229,11 +216,11 @@ def _eos_token_id(config: Mapping[str, Any], source: str) -> tuple[int, ...]:
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
-    return tuple(_typed(token, int, "eos_token_id", source) for token in ids)
+    return tuple(typed(token, int, "eos_token_id", source) for token in ids)
 
 
 def _check_layer_types(config: Mapping[str, Any], num_layers: int, source: str) -> None:
     layer_types = config.get("layer_types")
     if layer_types is not None and layer_types != ["full_attention"] * num_layers:
         wanted = f"'full_attention' for each of the {num_layers} layers"
-        raise _bad_value(source, "layer_types", layer_types, wanted, "attention is always over the whole sequence")
+        raise bad_value(source, "layer_types", layer_types, wanted, "attention is always over the whole sequence")

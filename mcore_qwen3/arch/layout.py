@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mcore_qwen3.arch.layout_rules import Degrees, broken_rule, check_positive
-from mcore_qwen3.arch.nearest import nearest_legal
+from mcore_qwen3.arch.pipeline import stage_layers
 from mcore_qwen3.arch.shape import ModelShape
-from mcore_qwen3.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,8 +30,11 @@ class RankCoordinates:
 class ParallelLayout:
     """The sizes of all groups of ranks. Made by `resolve_layout`, which checks them.
 
-    `data` counts the ranks that see different rows; `expert_data` counts the copies of one expert. `notes` says in
-    plain sentences what was filled in or switched for the user.
+    `data` counts the ranks that see different rows; `expert_data` counts the copies of one expert. `stages` holds the
+    number of layers of each [pipeline rank][model chunk]; every rank has `virtual_pipeline` chunks. `first_stage_layers`
+    and `last_stage_layers` are the user's numbers for those ranks (all chunks together) or None; `account_for_embedding`
+    and `account_for_loss` count one layer each for them. `notes` says in plain sentences what was filled in or switched
+    for the user.
     """
 
     world_size: int
@@ -45,6 +47,12 @@ class ParallelLayout:
     expert_data: int
     sequence_parallel: bool
     is_moe: bool
+    stages: tuple[tuple[int, ...], ...]
+    virtual_pipeline: int = 1
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+    account_for_embedding: bool = False
+    account_for_loss: bool = False
     notes: tuple[str, ...] = ()
 
     def grid_text(self) -> str:
@@ -58,6 +66,23 @@ class ParallelLayout:
                 f" x PP {self.pipeline}"
             )
         return text + f"; sequence parallel {'on' if self.sequence_parallel else 'off'}"
+
+    def chunk_layers(self, pp_rank: int, chunk: int) -> range:
+        """The layers of one model chunk, counted from 0 over the whole model.
+
+        The model runs through chunk 0 of every pipeline rank, then through chunk 1 of every rank, and so on.
+
+        Args:
+            pp_rank: pipeline rank, 0 to PP - 1.
+            chunk: 0 to virtual_pipeline - 1.
+        """
+        earlier = sum(stage[number] for stage in self.stages for number in range(chunk))
+        first = earlier + sum(stage[chunk] for stage in self.stages[:pp_rank])
+        return range(first, first + self.stages[pp_rank][chunk])
+
+    def stages_text(self) -> str:
+        """Layers of each pipeline rank, such as "23, 24, 24, 23", or with chunks "2+2, 2+2"."""
+        return ", ".join("+".join(map(str, chunks)) for chunks in self.stages)
 
     def coordinates(self, rank: int) -> RankCoordinates:
         """Where a rank stands on both grids.
@@ -88,6 +113,11 @@ def resolve_layout(
     expert_tensor: int | None = None,
     context: int = 1,
     sequence_parallel: bool = False,
+    virtual_pipeline: int = 1,
+    first_stage_layers: int | None = None,
+    last_stage_layers: int | None = None,
+    account_for_embedding: bool = False,
+    account_for_loss: bool = False,
     shape: ModelShape,
 ) -> ParallelLayout:
     """The layout for a number of ranks, with what the user left open filled in.
@@ -101,6 +131,11 @@ def resolve_layout(
         context: CP size.
         sequence_parallel: switched on for a MoE model with TP above 1 (Megatron cannot train it otherwise) and off
             at TP 1, where it has no meaning; `notes` says so.
+        virtual_pipeline: model chunks of each pipeline rank (interleaved schedule).
+        first_stage_layers: layers of the first pipeline rank, all chunks together; None: as many as the others.
+        last_stage_layers: the same for the last one.
+        account_for_embedding: count the embedding as one layer of the first stage.
+        account_for_loss: count the loss as one layer of the last stage.
         shape: the model.
 
     Raises:
@@ -108,7 +143,9 @@ def resolve_layout(
     """
     degrees = Degrees(
         world_size=world_size, tensor=tensor, pipeline=pipeline, context=context, expert=expert,
-        expert_tensor=1 if expert_tensor is None else expert_tensor,
+        expert_tensor=1 if expert_tensor is None else expert_tensor, virtual_pipeline=virtual_pipeline,
+        first_stage_layers=first_stage_layers, last_stage_layers=last_stage_layers,
+        account_for_embedding=account_for_embedding, account_for_loss=account_for_loss,
     )  # fmt: skip
     check_positive(degrees)
     broken = broken_rule(degrees, shape)
@@ -121,6 +158,8 @@ def resolve_layout(
         notes.append("sequence_parallel is switched on: a MoE model with TP above 1 cannot be trained without it")
     if sequence_parallel and tensor == 1:
         notes.append("sequence_parallel is switched off: it has no meaning at TP 1")
+    if pipeline == 1 and (account_for_embedding or account_for_loss):
+        notes.append("account_for_embedding and account_for_loss have no effect at PP 1: one stage holds all layers")
     return ParallelLayout(
         world_size=world_size,
         tensor=tensor,
@@ -132,25 +171,11 @@ def resolve_layout(
         expert_data=world_size // degrees.expert_product,
         sequence_parallel=tensor > 1 and (sequence_parallel or shape.is_moe),
         is_moe=shape.is_moe,
+        stages=stage_layers(shape.num_layers, degrees.split),
+        virtual_pipeline=virtual_pipeline,
+        first_stage_layers=first_stage_layers,
+        last_stage_layers=last_stage_layers,
+        account_for_embedding=account_for_embedding,
+        account_for_loss=account_for_loss,
         notes=tuple(notes),
     )
-
-
-def stage_layers(num_layers: int, pipeline: int) -> list[int]:
-    """The number of layers of each pipeline stage; their sum is num_layers.
-
-    Args:
-        num_layers: layers of the model.
-        pipeline: PP size.
-
-    Raises:
-        ConfigError: the stages would not be equal.
-    """
-    if num_layers % pipeline:
-        legal = nearest_legal(pipeline, num_layers, lambda value: num_layers % value == 0)
-        raise ConfigError(
-            "num_layers must be a multiple of pipeline_model_parallel_size",
-            seen=f"{num_layers} layers, PP {pipeline}",
-            fix=f"--pipeline_model_parallel_size {legal}",
-        )
-    return [num_layers // pipeline] * pipeline

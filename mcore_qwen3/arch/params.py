@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 
 from mcore_qwen3.arch.shape import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCount:
-    """Parameters of one transformer layer on one rank. `experts` counts all experts that the rank holds."""
+    """Parameters of transformer layers on one rank. `experts` counts all experts that the rank holds."""
 
     attention: int
     norms: int
@@ -43,7 +44,9 @@ class ParameterCount:
         return dense + self.active_experts
 
 
-def count_layer(shape: ModelShape, tensor: int = 1, expert: int = 1, expert_tensor: int = 1) -> LayerCount:
+def count_layer(
+    shape: ModelShape, has_experts: bool, tensor: int = 1, expert: int = 1, expert_tensor: int = 1
+) -> LayerCount:
     """Parameters of one layer on one rank.
 
     attention = QKV rows x hidden + hidden x heads x head_dim, split over TP, + q_norm and k_norm (head_dim each);
@@ -52,6 +55,7 @@ def count_layer(shape: ModelShape, tensor: int = 1, expert: int = 1, expert_tens
 
     Args:
         shape: the model.
+        has_experts: whether it is a layer with experts (router and experts) or a dense one (mlp).
         tensor: TP size; divides heads, key-value heads and ffn_hidden_size.
         expert: EP size; divides the number of experts.
         expert_tensor: expert-TP size; divides moe_ffn_hidden_size.
@@ -62,23 +66,32 @@ def count_layer(shape: ModelShape, tensor: int = 1, expert: int = 1, expert_tens
     return LayerCount(
         attention=projections // tensor + 2 * shape.head_dim,
         norms=2 * hidden,
-        mlp=0 if shape.is_moe else 3 * hidden * shape.ffn_hidden_size // tensor,
-        router=shape.num_experts * hidden,
-        experts=shape.num_experts // expert * (expert_size // expert_tensor),
+        mlp=0 if has_experts else 3 * hidden * shape.ffn_hidden_size // tensor,
+        router=shape.num_experts * hidden if has_experts else 0,
+        experts=shape.num_experts // expert * (expert_size // expert_tensor) if has_experts else 0,
+    )
+
+
+def sum_layers(layers: Iterable[LayerCount]) -> LayerCount:
+    """Parameters of several layers together."""
+    together = list(layers)
+    return LayerCount(
+        **{field.name: sum(getattr(layer, field.name) for layer in together) for field in fields(LayerCount)}
     )
 
 
 def count_parameters(shape: ModelShape) -> ParameterCount:
     """Parameters of the whole model, without rows that pad the vocabulary."""
-    layer, layers = count_layer(shape), shape.num_layers
+    layers = sum_layers(count_layer(shape, has_experts) for has_experts in shape.moe_layers)
+    expert_size = 3 * shape.hidden_size * shape.moe_ffn_hidden_size
     table = shape.vocab_size * shape.hidden_size
     return ParameterCount(
         embedding=table,
         output=0 if shape.tie_word_embeddings else table,
-        attention=layers * layer.attention,
-        norms=layers * layer.norms + shape.hidden_size,
-        mlp=layers * layer.mlp,
-        router=layers * layer.router,
-        experts=layers * layer.experts,
-        active_experts=layers * 3 * shape.hidden_size * shape.moe_ffn_hidden_size * shape.moe_router_topk,
+        attention=layers.attention,
+        norms=layers.norms + shape.hidden_size,
+        mlp=layers.mlp,
+        router=layers.router,
+        experts=layers.experts,
+        active_experts=sum(shape.moe_layers) * expert_size * shape.moe_router_topk,
     )

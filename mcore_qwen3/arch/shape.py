@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_qwen3.arch.hf_config import translate
+from mcore_qwen3.arch.rope import RopeScaling
 from mcore_qwen3.errors import ConfigError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -19,7 +20,9 @@ class ModelShape:
     """Sizes and switches of one model, named by Megatron's terms where it has one.
 
     `head_dim` stands on its own: in most Qwen3 models num_attention_heads x head_dim is not hidden_size.
-    In a MoE model (`num_experts` > 0) every layer has experts and `ffn_hidden_size` is not used by any of them.
+    `moe_layers` says of each layer whether it has experts (`moe_ffn_hidden_size`) or one MLP (`ffn_hidden_size`); left
+    empty, all layers are alike: with experts where `num_experts` is above 0. `rope_scaling` is None where RoPE is not
+    scaled; `rope_theta` is the base either way.
 
     Raises:
         ConfigError: the sizes do not make a model.
@@ -43,6 +46,8 @@ class ModelShape:
     moe_router_topk: int = 0
     moe_ffn_hidden_size: int = 0
     norm_topk_prob: bool = False
+    moe_layers: tuple[bool, ...] = ()
+    rope_scaling: RopeScaling | None = None
     eos_token_id: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -55,6 +60,9 @@ class ModelShape:
         for name in positive:
             if not getattr(self, name) > 0:
                 raise _geometry(f"{name} must be above 0", f"{name} = {getattr(self, name)}")
+        if not self.moe_layers:
+            object.__setattr__(self, "moe_layers", (self.num_experts > 0,) * self.num_layers)
+        self._check_moe_layers()
         if self.num_attention_heads % self.num_query_groups:
             raise _geometry(
                 "the query heads must be a multiple of the key-value heads",
@@ -73,10 +81,32 @@ class ModelShape:
                 f"eos_token_id {list(self.eos_token_id)}, vocab_size {self.vocab_size}",
             )
 
+    def _check_moe_layers(self) -> None:
+        if len(self.moe_layers) != self.num_layers:
+            raise _geometry("moe_layers must name every layer", f"{len(self.moe_layers)} of {self.num_layers} layers")
+        if any(self.moe_layers) != (self.num_experts > 0):
+            raise _geometry(
+                "a model has experts if, and only if, one of its layers has them",
+                f"num_experts {self.num_experts}, {sum(self.moe_layers)} layers with experts",
+            )
+
     @property
     def is_moe(self) -> bool:
-        """Whether the layers have experts."""
-        return self.num_experts > 0
+        """Whether any layer has experts."""
+        return any(self.moe_layers)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether some layers have experts and some do not."""
+        return self.is_moe and not all(self.moe_layers)
+
+    @property
+    def max_sequence_length(self) -> int:
+        """The longest sequence the positions reach: with YaRN up to factor x the length of pre-training."""
+        if self.rope_scaling is None:
+            return self.max_position_embeddings
+        stretched = int(self.rope_scaling.factor * self.rope_scaling.original_max_position_embeddings)
+        return max(self.max_position_embeddings, stretched)
 
     @property
     def qkv_rows(self) -> int:

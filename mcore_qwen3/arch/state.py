@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcore_qwen3.arch.layout import ParallelLayout, stage_layers
-from mcore_qwen3.arch.params import count_layer
+from mcore_qwen3.arch.layout import ParallelLayout
+from mcore_qwen3.arch.params import count_layer, sum_layers
 from mcore_qwen3.arch.rows import padded_vocab_size
 from mcore_qwen3.arch.shape import ModelShape
 
@@ -15,9 +15,9 @@ NOT_COUNTED = "activations, communication buffers and the padding of gradient bu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankState:
-    """What one rank of a pipeline stage holds between two steps; every rank of the stage holds as much.
+    """What one rank of a pipeline stage holds between two steps, its model chunks together.
 
-    The first seven are numbers of parameters. `output` is the output layer of the last stage; with tied embeddings
+    Every rank of the stage holds as much. `layers` counts layers, the seven after it parameters. `output` is the output layer of the last stage; with tied embeddings
     and PP above 1 it is that stage's own copy of the embedding. Bytes: weights in bf16 or fp32, gradients in fp32,
     optimizer = this rank's share of fp32 master weights and Adam's two moments. See NOT_COUNTED.
     """
@@ -63,27 +63,36 @@ def rank_state(shape: ModelShape, layout: ParallelLayout, pp_rank: int, bf16: bo
         pp_rank: the pipeline stage, 0 to PP - 1.
         bf16: weights in bf16 (else fp32).
     """
-    layers = stage_layers(shape.num_layers, layout.pipeline)[pp_rank]
+    numbers = [layer for chunk in range(layout.virtual_pipeline) for layer in layout.chunk_layers(pp_rank, chunk)]
+    layers = sum_layers(
+        count_layer(shape, shape.moe_layers[number], layout.tensor, layout.expert, layout.expert_tensor)
+        for number in numbers
+    )
     last = pp_rank == layout.pipeline - 1
-    layer = count_layer(shape, layout.tensor, layout.expert, layout.expert_tensor)
     table = padded_vocab_size(shape.vocab_size, layout.tensor) // layout.tensor * shape.hidden_size
     counts = {
         "embedding": table if pp_rank == 0 else 0,
         "output": table if last and not (shape.tie_word_embeddings and layout.pipeline == 1) else 0,
-        "attention": layers * layer.attention,
-        "norms": layers * layer.norms + (shape.hidden_size if last else 0),
-        "mlp": layers * layer.mlp,
-        "router": layers * layer.router,
-        "experts": layers * layer.experts,
+        "attention": layers.attention,
+        "norms": layers.norms + (shape.hidden_size if last else 0),
+        "mlp": layers.mlp,
+        "router": layers.router,
+        "experts": layers.experts,
     }
     parameters = sum(counts.values())
     per_shard = 12 if bf16 else 8
     dense_share = -(-(parameters - counts["experts"]) // (layout.data * layout.context))
     expert_share = -(-counts["experts"] // layout.expert_data)
     return RankState(
-        layers=layers,
+        layers=len(numbers),
         **counts,
         weight_bytes=parameters * (2 if bf16 else 4),
         gradient_bytes=parameters * 4,
         optimizer_bytes=per_shard * (dense_share + expert_share),
     )
+
+
+def heaviest_stage(shape: ModelShape, layout: ParallelLayout, bf16: bool) -> tuple[int, RankState]:
+    """(pipeline rank, its state) where a rank holds most; the first of several. A cluster is sized by this one."""
+    states = [rank_state(shape, layout, stage, bf16) for stage in range(layout.pipeline)]
+    return max(enumerate(states), key=lambda pair: (pair[1].total_bytes, -pair[0]))

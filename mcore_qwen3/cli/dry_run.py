@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from mcore_qwen3.arch import NOT_COUNTED, ParallelLayout, RankState, rank_state, stage_layers
+from mcore_qwen3.arch import NOT_COUNTED, ParallelLayout, RankState, heaviest_stage, rank_state
 from mcore_qwen3.cli.report import plan_lines
 from mcore_qwen3.cli.resolve import ResolvedRun
 from mcore_qwen3.config import RunConfig, to_flat_dict
@@ -27,7 +27,7 @@ def dry_run_lines(run: ResolvedRun, data_files: Sequence[str]) -> list[str]:
         "",
         "groups:",
         *(f"  {name:<10} {size}" for name, size in _groups(run.layout)),
-        f"  layers per stage: {', '.join(map(str, stage_layers(run.shape.num_layers, run.layout.pipeline)))}",
+        f"  layers per stage: {run.layout.stages_text()}",
         "",
         *_state_lines(run),
         "",
@@ -66,6 +66,9 @@ def _state_lines(run: ResolvedRun) -> Iterator[str]:
             f"({state.dense:,} dense, {state.experts:,} in experts)"
         )
         yield from (f"    {name:<10} {size:>18,} bytes = {size / _GIB:.2f} GiB" for name, size in _bytes(state))
+    if run.layout.pipeline > 1:
+        number, state = heaviest_stage(run.shape, run.layout, bf16=bool(run.config.model.bf16))
+        yield f"  heaviest: stage {number}, {state.parameters:,} parameters, {state.total_bytes / _GIB:.2f} GiB"
     yield "  activations: not estimated"
 
 

@@ -59,3 +59,16 @@ def test_b02_the_global_size_is_padded_once() -> None:
     padded = padded_vocab_size(101, 2)
     assert padded // 2 == 51  # 102 rows per rank where the size of one rank was taken for that of all
     assert padded_vocab_size(padded, 2) == padded
+
+
+def test_interleaved_micro_batches_come_in_groups_of_pp() -> None:
+    assert resolve_batch(1, 16, 2, pipeline=4, virtual_pipeline=2).num_microbatches == 8
+    assert resolve_batch(1, 6, 1, pipeline=4).num_microbatches == 6  # the plain schedule takes any number
+    with pytest.raises(ConfigError) as caught:
+        resolve_batch(1, 12, 2, pipeline=4, virtual_pipeline=2)
+    message = str(caught.value)
+    assert "multiple of PP" in message and "6 micro-batches" in message
+    assert caught.value.fix == "--global_batch_size 8 or 16, or no --virtual_pipeline_model_parallel_size"
+    with pytest.raises(ConfigError) as caught:
+        resolve_batch(3, 16, 1, pipeline=2, virtual_pipeline=2)
+    assert caught.value.fix == "--global_batch_size 12 or 18, or --micro_batch_size 2 or 4"

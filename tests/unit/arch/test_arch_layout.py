@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from official_configs import D2, M2, OFFICIAL
 
-from mcore_qwen3.arch import ModelShape, ParallelLayout, resolve_layout, stage_layers
+from mcore_qwen3.arch import ModelShape, ParallelLayout, resolve_layout
 from mcore_qwen3.errors import ConfigError
 
 DENSE = ModelShape.from_hf_config(D2 | {"num_hidden_layers": 4, "num_key_value_heads": 4})
 MOE = ModelShape.from_hf_config(M2 | {"num_hidden_layers": 4, "num_key_value_heads": 4})
+MIXED = ModelShape.from_hf_config(M2 | {"num_key_value_heads": 4, "mlp_only_layers": [0]})
 BIG = ModelShape.from_hf_config(OFFICIAL["30B-A3B"])
 
 
@@ -123,10 +124,13 @@ def test_a_rank_outside_the_world_has_no_coordinates() -> None:
         (4, DENSE, {"expert_tensor": 2}, "expert-TP must be 1 for a model without experts", "expert-TP 2, qwen3",
          "--expert_tensor_parallel_size 1"),
         (3, MOE, {"pipeline": 3}, "num_layers must be a multiple of PP", "4 layers, PP 3",
-         "--pipeline_model_parallel_size 1"),
+         "--pipeline_model_parallel_size 1, or --decoder_first_pipeline_num_layers 1"
+         " --decoder_last_pipeline_num_layers 1 (stages 1,2,1)"),
         (8, BIG, {"tensor": 8}, "key-value heads must be a multiple of TP", "4 key-value heads, TP 8",
          "--tensor_model_parallel_size 4"),
         (3, DENSE, {"tensor": 3}, "intermediate_size must be a multiple of TP", "intermediate_size 32, TP 3",
+         "--tensor_model_parallel_size 1"),
+        (3, MIXED, {"tensor": 3}, "intermediate_size must be a multiple of TP", "intermediate_size 32, TP 3",
          "--tensor_model_parallel_size 1"),
         (3, MOE, {"expert_tensor": 3}, "moe_intermediate_size must be a multiple of expert-TP",
          "moe_intermediate_size 8, expert-TP 3", "--expert_tensor_parallel_size 1"),
@@ -173,11 +177,3 @@ def test_every_value_that_a_refusal_names_is_legal() -> None:
             resolve_layout(**chosen | {knob: int(value)}, shape=BIG)
             accepted += 1
     assert accepted > 20 and doubly_broken > 5
-
-
-def test_stages_are_equal_or_refused() -> None:
-    assert stage_layers(48, 4) == [12, 12, 12, 12]
-    assert stage_layers(94, 2) == [47, 47]
-    # B58: 30 layers on 4 stages were built as 28 elsewhere.
-    with pytest.raises(ConfigError, match=r"30 layers, PP 4.*--pipeline_model_parallel_size 3 or 5"):
-        stage_layers(30, 4)

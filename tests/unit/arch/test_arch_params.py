@@ -62,7 +62,10 @@ def test_tiny_models(config: dict, total: int) -> None:
     assert count_parameters(ModelShape.from_hf_config(config)).total == total
 
 
-@pytest.mark.parametrize("config", [D2, M2], ids=["dense", "moe"])
+MIXED = M2 | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+
+
+@pytest.mark.parametrize("config", [D2, M2, MIXED], ids=["dense", "moe", "mixed"])
 def test_every_part_equals_the_modules_of_transformers(config: dict) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -80,10 +83,16 @@ def test_every_part_equals_the_modules_of_transformers(config: dict) -> None:
         elif "experts" in name:
             part = "experts"
         else:
-            part = "router" if "mlp.gate." in name and "experts" not in name and config is M2 else "mlp"
+            part = "router" if "mlp.gate." in name else "mlp"
         parts[part] += parameter.numel()
     count = count_parameters(ModelShape.from_hf_config(config))
     assert {part: getattr(count, part) for part in parts} == parts
+
+
+def test_b20_a_mixed_model_is_not_counted_as_all_moe() -> None:
+    count = count_parameters(ModelShape.from_hf_config(MIXED))
+    expert, mlp = 3 * 16 * 8, 3 * 16 * 32
+    assert (count.experts, count.active_experts, count.router, count.mlp) == (4 * expert, 2 * expert, 4 * 16, 3 * mlp)
 
 
 def test_active_experts_are_the_chosen_ones() -> None:

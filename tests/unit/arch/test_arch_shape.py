@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ def test_every_field_of_an_official_moe_config() -> None:
         moe_router_topk=8,
         moe_ffn_hidden_size=768,
         norm_topk_prob=True,
+        moe_layers=(True,) * 48,
+        rope_scaling=None,
         eos_token_id=(151645,),
     )
 
@@ -96,6 +99,40 @@ def test_a_key_left_out_means_what_it_means_to_transformers(model_type: str) -> 
         assert ours.head_dim == theirs.head_dim == 128
 
 
+M4 = M2 | {"num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "with_experts"),
+    [
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, {1}),  # B20
+        ({"decoder_sparse_step": 2}, {1, 3}),
+        ({"mlp_only_layers": [0, 2, 9]}, {1, 3}),
+        ({"decoder_sparse_step": 3}, {2}),
+        ({}, {0, 1, 2, 3}),
+    ],
+)
+def test_b20_layers_with_experts_are_those_of_transformers(changes: dict, with_experts: set[int]) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = ModelShape.from_hf_config(M4 | changes)
+    assert {layer for layer, has in enumerate(shape.moe_layers) if has} == with_experts
+    assert shape.is_moe and shape.is_mixed == (len(with_experts) < 4)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**M4 | changes))
+    theirs = {layer for layer, module in enumerate(model.model.layers) if hasattr(module.mlp, "experts")}
+    assert theirs == with_experts
+
+
+def test_moe_layers_left_out_or_wrong() -> None:
+    shape = ModelShape.from_hf_config(M2)
+    assert dataclasses.replace(shape, moe_layers=()).moe_layers == (True, True)
+    assert ModelShape.from_hf_config(D2).moe_layers == (False, False)
+    with pytest.raises(ConfigError, match="moe_layers must name every layer; seen: 1 of 2"):
+        dataclasses.replace(shape, moe_layers=(True,))
+    with pytest.raises(ConfigError, match="if, and only if"):
+        dataclasses.replace(shape, moe_layers=(False, False))
+
+
 def test_both_spellings_of_a_key_must_agree() -> None:
     assert ModelShape.from_hf_config(M2 | {"num_local_experts": 4}).num_experts == 4
     assert "num_experts = 4, num_local_experts = 8" in refusal(M2 | {"num_local_experts": 8})
@@ -134,11 +171,9 @@ def test_all_missing_keys_are_named_at_once() -> None:
         ({"attention_dropout": 0.1}, ["attention_dropout must be 0", "0.1"]),
         ({"hidden_act": "gelu"}, ["hidden_act must be 'silu'", "'gelu'"]),
         ({"use_sliding_window": True}, ["use_sliding_window must be False"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope_scaling must be None", "yarn"]),
-        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn"}}, ["rope_parameters.rope_type", "'yarn'"]),
-        ({"rope_parameters": {"rope_theta": 1e6, "factor": 4.0}}, ["rope_parameters.factor must be absent"]),
-        ({"rope_parameters": 3}, ["rope_parameters must be an object"]),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding_attention"]),
+        ({"decoder_sparse_step": 2}, ["decoder_sparse_step must be 1", "a dense model has no experts"]),
+        ({"mlp_only_layers": [0]}, ["mlp_only_layers must be []", "[0]"]),
         ({"layer_types": ["full_attention"]}, ["layer_types", "2 layers"]),
         ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config must be None", "fp8", "bf16 release"]),
         ({"auto_map": {"AutoConfig": "x.Y"}}, ["auto_map must be None"]),
@@ -166,8 +201,12 @@ def test_refused_by_name(changes: dict[str, Any], fragments: list[str]) -> None:
 @pytest.mark.parametrize(
     ("changes", "fragments"),
     [
-        ({"decoder_sparse_step": 2}, ["decoder_sparse_step must be 1", "= 2"]),
-        ({"mlp_only_layers": [0]}, ["mlp_only_layers must be []", "[0]"]),
+        ({"decoder_sparse_step": 0}, ["decoder_sparse_step must be 1 or more", "= 0"]),
+        ({"decoder_sparse_step": True}, ["decoder_sparse_step must be a whole number"]),
+        ({"mlp_only_layers": 1}, ["mlp_only_layers must be a list", "= 1"]),
+        ({"mlp_only_layers": ["0"]}, ["mlp_only_layers must be a whole number", "'0'"]),
+        ({"mlp_only_layers": [0, 1]}, ["needs a layer with experts", "2 layers", "mlp_only_layers [0, 1]", "qwen3"]),
+        ({"decoder_sparse_step": 3}, ["needs a layer with experts", "decoder_sparse_step 3"]),
         ({"shared_expert_intermediate_size": 64}, ["shared_expert_intermediate_size must be 0"]),
         ({"use_qk_norm": False}, ["use_qk_norm must be True"]),
         ({"qkv_bias": True}, ["qkv_bias must be False"]),
