@@ -10,6 +10,7 @@ from mcore_qwen3.cli.main import dispatch
 CONVERSIONS = {
     "hf2mcore": ("mcore_qwen3.cli.convert_hf2mcore", "Hugging Face -> Megatron torch_dist"),
     "mcore2hf": ("mcore_qwen3.cli.convert_mcore2hf", "Megatron torch_dist -> Hugging Face"),
+    "verify": ("mcore_qwen3.cli.convert_verify", "compare two checkpoints bit for bit"),
 }
 
 
