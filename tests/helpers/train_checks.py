@@ -233,7 +233,9 @@ def bad_step(model_dir: str, rows: list[Sample], fault: str) -> dict[str, Any]:
     return {"result": fields, "error": message, "changed": changed(ddp, before)}
 
 
-def loop_story(directory: str, train_iters: int, eval_interval: int, save_interval: int, stop_at: int) -> list[str]:
+def loop_story(
+    directory: str, train_iters: int, eval_interval: int, save_interval: int, stop_at: int, **state_before: Any
+) -> list[str]:
     """What the training loop does in which order, with steps, evaluation and saving replaced by notes."""
     from pathlib import Path
     from unittest import mock
@@ -286,6 +288,6 @@ def loop_story(directory: str, train_iters: int, eval_interval: int, save_interv
 
     replaced: dict[str, Callable] = {"train_step": step, "evaluate_step": evaluate, "save_checkpoint": save}
     with mock.patch.multiple(loop, **replaced):
-        state = loop.train(plan, parts, TrainState(), stop)
+        state = loop.train(plan, parts, TrainState(**state_before), stop)
     story.append(f"stopped by {state.stopped_by} after {state.iteration}, {state.trained_tokens} trained")
     return story

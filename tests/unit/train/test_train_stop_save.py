@@ -58,6 +58,18 @@ def test_a_stop_saves_after_the_step_and_ends(tmp_path: Path) -> None:
     ]
 
 
+def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    args = {"directory": str(tmp_path), "train_iters": 5, "eval_interval": 9, "save_interval": 9}
+    assert pool(1).run(loop_story, **args, stop_at=0, iteration=3, consumed_samples=12, stopped_by="SIGTERM")[0] == [
+        "step lr 7.0",
+        "step lr 6.0",
+        *["evaluate"] * 2,
+        "save 5 20 end without moments",
+        "after iter_5",
+        "stopped by end after 5, 10 trained",
+    ]
+
+
 def test_the_tracker_is_replaced_in_one_move(tmp_path: Path) -> None:
     args = {"directory": str(tmp_path)}
     assert pool(1).run(tracker_writes, **args, texts=["10", "20"], full_disk=False) == [""]
