@@ -17,6 +17,8 @@ EXIT_INTERRUPTED = 130  # what a shell returns for SIGINT
 Commands = Mapping[str, tuple[str, str]]
 COMMANDS = {
     "sft": ("mcore_qwen3.cli.sft", "fine-tune on chat rows"),
+    "pt": ("mcore_qwen3.cli.pt", "continue pre-training on raw text"),
+    "data": ("mcore_qwen3.cli.data", "prepare rows, show what is trained, and count"),
     "export": ("mcore_qwen3.cli.export", "write a checkpoint in Hugging Face form (convert mcore2hf)"),
     "convert": ("mcore_qwen3.cli.convert", "convert checkpoints, or compare two: the script convert"),
 }
