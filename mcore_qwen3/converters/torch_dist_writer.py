@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import _validate_global_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
@@ -171,11 +170,11 @@ def merge_parts(directory: Path, chunks: Sequence[Chunk], written: Sequence[Writ
     places = {(key, tuple(offsets)): _StorageInfo(file, first, length) for key, offsets, file, first, length in written}
     if len(places) != len(written) or places.keys() != {(chunk.key, chunk.starts) for chunk in chunks}:
         raise ConversionError("every piece must be written exactly once", seen=f"{len(written)} for {len(chunks)}")
-    # An empty second plan makes torch check the volume as well.
-    (plan, _), metadata = planner.create_global_plan([planner.create_local_plan(), SavePlan([])])
-    errors = _validate_global_plan([plan, SavePlan([])], metadata)
-    if errors:
-        raise ConversionError("the pieces must cover every tensor exactly once", seen=errors[0])
+    try:
+        # With an empty second plan torch checks that the chunks fill their tensors, too.
+        (plan, _), metadata = planner.create_global_plan([planner.create_local_plan(), SavePlan([])])
+    except ValueError as error:
+        raise ConversionError("the pieces must cover every tensor exactly once", seen=error) from error
     results = []
     for item in plan.items:
         assert item.index.offset is not None
