@@ -22,10 +22,22 @@ def convert(flag: Flag, raw: Any, where: str) -> Any:
         if isinstance(items, list) and all(isinstance(item, str) and item for item in items):
             return tuple(items)
         raise _wrong(flag, raw, where)
+    if flag.type == "floats":
+        return _floats(flag, raw, where)
     value = _from_text(flag, raw, where) if isinstance(raw, str) else _from_yaml(flag, raw, where)
     if isinstance(value, int | float) and not isinstance(value, bool) and not _in_limits(flag, value):
         raise _wrong(flag, raw, where)
     return value
+
+
+def _floats(flag: Flag, raw: Any, where: str) -> tuple[float, ...]:
+    try:
+        numbers = tuple(float(item) for item in (raw if isinstance(raw, list) else [raw]))
+    except (TypeError, ValueError):
+        raise _wrong(flag, raw, where) from None
+    if not all(map(math.isfinite, numbers)):
+        raise _wrong(flag, raw, where)
+    return numbers
 
 
 def _from_text(flag: Flag, text: str, where: str) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedStateDict, ShardedTensor, ShardedTensorFactory
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
@@ -56,6 +57,12 @@ class _ContiguousGradient(torch.autograd.Function):
         return grad.contiguous()
 
 
+def _swiglu(both_TF: torch.Tensor, probs_T: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up * probability; runs in the probabilities' dtype (fp32 by default), then back to the weights'."""
+    gate_TF, up_TF = both_TF.chunk(2, dim=-1)
+    return (silu(gate_TF) * up_TF * probs_T.unsqueeze(-1)).to(both_TF.dtype)
+
+
 class GroupedExperts(MegatronModule):
     """SwiGLU experts: fc2(silu(gate) * up * probability).
 
@@ -74,6 +81,9 @@ class GroupedExperts(MegatronModule):
         super().__init__(config=config)
         self.num_local_experts = num_local_experts
         self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
+        self.recompute_activation = (
+            config.recompute_granularity == "selective" and "moe_act" in (config.recompute_modules or ())
+        )
         assert config.moe_ffn_hidden_size is not None
         width = config.moe_ffn_hidden_size // self.tp_group.size()
         factory = {"dtype": config.params_dtype, "device": current_device()}
@@ -93,11 +103,15 @@ class GroupedExperts(MegatronModule):
     ) -> tuple[torch.Tensor, None]:
         """Run the experts on tokens sorted by expert; returns ([T, H], None), None standing for the missing bias."""
         counts_E = torch.as_tensor(tokens_per_expert)
-        gate_TF, up_TF = multiply_by_expert(hidden_TH, self.weight1, counts_E).chunk(2, dim=-1)
-        # The product runs in the probabilities' dtype (fp32 by default), then goes back to the weights' dtype.
-        inner_TF = (silu(gate_TF) * up_TF * probs_T.unsqueeze(-1)).to(hidden_TH.dtype)
-        output_TH = multiply_by_expert(inner_TF, self.weight2, counts_E)
-        return _ContiguousGradient.apply(output_TH), None
+        both_TF = multiply_by_expert(hidden_TH, self.weight1, counts_E)
+        if not self.recompute_activation:
+            output_TH = multiply_by_expert(_swiglu(both_TF, probs_T), self.weight2, counts_E)
+            return _ContiguousGradient.apply(output_TH), None
+        again = CheckpointWithoutOutput()
+        inner_TF = again.checkpoint(_swiglu, both_TF, probs_T)
+        output_TH = _ContiguousGradient.apply(multiply_by_expert(inner_TF, self.weight2, counts_E))
+        again.discard_output_and_register_recompute(output_TH)
+        return output_TH, None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None

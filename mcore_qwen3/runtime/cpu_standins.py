@@ -92,6 +92,13 @@ def _set_cpu_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     torch.set_rng_state(state)
 
 
+def _share_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
+    """Give a released output its values back; megatron compiles a C++ extension that does it without a copy."""
+    storage = output.untyped_storage()
+    storage.resize_(recomputed.untyped_storage().nbytes())
+    storage.copy_(recomputed.untyped_storage())
+
+
 # (where, name, stand-in, what needs it)
 STAND_INS: tuple[tuple[Any, str, Any, str], ...] = (
     (torch.cuda, "current_device", lambda: CPU, "about 200 factories: tensor_parallel, p2p, router, rotary embedding"),
@@ -138,7 +145,11 @@ def install() -> None:
     jit.disable_jit_fuser()
     for owner, name, stand_in, _reason in STAND_INS:
         setattr(owner, name, stand_in)
+    from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import token_dispatcher
+
+    # Selective recompute of norms and activations; the extension would need a C++ compiler on the user's machine.
+    megatron_random._get_share_storage = lambda: _share_storage
 
     # all_to_all wants split sizes as plain numbers; megatron converts them only when they come from a GPU.
     token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes_as_numpy
