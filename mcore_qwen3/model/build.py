@@ -7,8 +7,11 @@ import logging
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_qwen3.arch.layout import ParallelLayout
+from mcore_qwen3.arch.rope import RopeScaling
 from mcore_qwen3.arch.rows import padded_vocab_size
 from mcore_qwen3.arch.shape import ModelShape
 from mcore_qwen3.model.config import ModelOptions, transformer_config
@@ -49,23 +52,39 @@ def build_model(shape: ModelShape, layout: ParallelLayout, options: ModelOptions
         The model in training mode, on the rank's device, with `true_vocab_size` set. Read a checkpoint into it before use.
     """
     config = transformer_config(shape, layout, options)
+    if shape.rope_scaling is not None:
+        _set_yarn(config, shape.rope_scaling)
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # GPTModel's deprecation notice
     model = Qwen3Model(
         config=config,
-        transformer_layer_spec=block_spec(config, spec_provider(options.modules), chunk),
+        transformer_layer_spec=block_spec(config, spec_provider(options.modules), shape.moe_layers, chunk),
         vocab_size=padded_vocab_size(shape.vocab_size, layout.tensor),
         max_sequence_length=shape.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
         parallel_output=True,
         share_embeddings_and_output_weights=shape.tie_word_embeddings,
-        position_embedding_type="rope",
+        position_embedding_type="yarn" if shape.rope_scaling else "rope",
         rotary_base=shape.rope_theta,
         vp_stage=chunk,
     )
     model.true_vocab_size = shape.vocab_size
-    model.moe_layers = shape.num_layers if shape.is_moe else 0
+    model.moe_layers = sum(shape.moe_layers)
+    if shape.rope_scaling is not None:
+        for module in model.modules():
+            if isinstance(module, SelfAttention):
+                module._yarn_concentration_factor = shape.rope_scaling.attention_scale
     return model
+
+
+def _set_yarn(config: TransformerConfig, scaling: RopeScaling) -> None:
+    """Give megatron's YaRN embedding its terms, which it looks for on the configuration."""
+    config.yarn_rotary_scaling_factor = scaling.factor  # type: ignore[attr-defined]
+    config.yarn_original_max_position_embeddings = scaling.original_max_position_embeddings  # type: ignore[attr-defined]
+    config.yarn_beta_fast, config.yarn_beta_slow = scaling.beta_fast, scaling.beta_slow  # type: ignore[attr-defined]
+    config.yarn_mscale = config.yarn_mscale_all_dim = None  # type: ignore[attr-defined]
+    config.yarn_correction_range_round_to_int = scaling.truncate  # type: ignore[attr-defined]
+    config.apply_rope_fusion = False  # transformer-engine's fused form for packed rows leaves the scale out
 
 
 def build_chunks(shape: ModelShape, layout: ParallelLayout, options: ModelOptions) -> list[Qwen3Model]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -14,19 +15,23 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 from mcore_qwen3.model.router import BalancedRouter
 
 
-def layer_spec(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
-    """One decoder layer: norm, attention with query and key norms, norm, MLP or experts.
+def layer_spec(config: TransformerConfig, provider: BackendSpecProvider, *, moe: bool) -> ModuleSpec:
+    """One decoder layer: norm, attention with query and key norms, norm, then experts (`moe`) or one MLP.
 
     Where the provider fuses norm and linear (transformer-engine), the norm's weight lives inside the linear layer; the key
     map below gives the separate norms of the torch modules the same names on disk. A MoE layer's second norm is separate in
     both and keeps its name.
     """
-    moe, fused = config.num_moe_experts is not None, provider.fuse_layernorm_and_linear()
+    fused = provider.fuse_layernorm_and_linear()
     norm, qk_norm = (
         provider.layer_norm(rms_norm=True, has_residual=True),
         provider.layer_norm(rms_norm=True, for_qk=True),
@@ -63,8 +68,17 @@ def layer_spec(config: TransformerConfig, provider: BackendSpecProvider) -> Modu
 
 
 def block_spec(
-    config: TransformerConfig, provider: BackendSpecProvider, chunk: int | None = None
+    config: TransformerConfig, provider: BackendSpecProvider, moe_layers: Sequence[bool], chunk: int | None = None
 ) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage (or of one of its chunks) and the final norm."""
-    layers = [layer_spec(config, provider)] * get_num_layers_to_build(config, vp_stage=chunk)
+    """The layers of this pipeline stage (or of one of its chunks) and the final norm.
+
+    Args:
+        config: megatron's configuration.
+        provider: the modules.
+        moe_layers: for each layer of the whole model, whether it has experts.
+        chunk: which of the stage's chunks, under an interleaved pipeline.
+    """
+    first, count = get_transformer_layer_offset(config, vp_stage=chunk), get_num_layers_to_build(config, vp_stage=chunk)
+    specs = {moe: layer_spec(config, provider, moe=moe) for moe in set(moe_layers)}
+    layers = [specs[moe] for moe in moe_layers[first : first + count]]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=provider.layer_norm(rms_norm=True))

@@ -31,6 +31,10 @@ def prepare_megatron(device: Device) -> None:
         from mcore_qwen3.runtime import cpu_standins
 
         cpu_standins.install()
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+    # Its default for "no fp8" is False, which it then reads as fp8 and looks for transformer-engine (megatron-core 0.19.2).
+    CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
 
 def start_process_group(device: Device, timeout_s: float = 1800.0) -> None:
