@@ -28,8 +28,16 @@ class ModelOptions:
     attention_backend: str = "auto"
     moe_grouped_gemm: bool = True
     moe_aux_loss_coeff: float = 0.0
+    moe_router_load_balancing_type: str = "aux_loss"
+    moe_z_loss_coeff: float | None = None
+    moe_router_dtype: str = "fp32"
+    moe_expert_capacity_factor: float | None = None
+    moe_pad_expert_input_to_capacity: bool = False
+    moe_token_drop_policy: str = "probs"
+    moe_token_dispatcher_type: str = "alltoall"
     cross_entropy_loss_fusion: bool = True
     recompute_granularity: str = "none"
+    recompute_modules: tuple[str, ...] = ("core_attn",)
     recompute_method: str | None = None
     recompute_num_layers: int | None = None
 
@@ -50,19 +58,35 @@ def _moe_settings(shape: ModelShape, options: ModelOptions) -> dict:
         "moe_ffn_hidden_size": shape.moe_ffn_hidden_size,
         "moe_router_pre_softmax": not shape.norm_topk_prob,
         "moe_router_score_function": "softmax",
-        "moe_router_load_balancing_type": "aux_loss",
+        "moe_router_load_balancing_type": options.moe_router_load_balancing_type,
         "moe_aux_loss_coeff": options.moe_aux_loss_coeff,
-        "moe_router_dtype": "fp32",
-        "moe_token_dispatcher_type": "alltoall",
+        "moe_z_loss_coeff": options.moe_z_loss_coeff,
+        "moe_router_dtype": None if options.moe_router_dtype == "none" else options.moe_router_dtype,
+        "moe_expert_capacity_factor": options.moe_expert_capacity_factor,
+        "moe_pad_expert_input_to_capacity": options.moe_pad_expert_input_to_capacity,
+        "moe_token_drop_policy": options.moe_token_drop_policy,
+        "moe_token_dispatcher_type": options.moe_token_dispatcher_type,
         "moe_grouped_gemm": options.moe_grouped_gemm,
-        "moe_layer_freq": 1,
+        # A list makes megatron save layer by layer, so only a mixed model gets one.
+        "moe_layer_freq": [int(has_experts) for has_experts in shape.moe_layers] if shape.is_mixed else 1,
+    }
+
+
+def _recompute_settings(shape: ModelShape, options: ModelOptions) -> dict:
+    """Megatron refuses the modules of experts in a dense model; here they do nothing, and the run says so."""
+    full = options.recompute_granularity == "full"
+    modules = [name for name in options.recompute_modules if shape.is_moe or name not in ("moe", "moe_act")]
+    return {
+        "recompute_granularity": None if options.recompute_granularity == "none" else options.recompute_granularity,
+        "recompute_modules": modules if options.recompute_granularity == "selective" else None,
+        "recompute_method": options.recompute_method if full else None,
+        "recompute_num_layers": options.recompute_num_layers if full else None,
     }
 
 
 def transformer_config(shape: ModelShape, layout: ParallelLayout, options: ModelOptions) -> TransformerConfig:
     """Build megatron's configuration; every field that this project depends on is given, none is left to a default."""
     te = options.modules == "transformer_engine"
-    full = options.recompute_granularity == "full"
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -85,6 +109,11 @@ def transformer_config(shape: ModelShape, layout: ParallelLayout, options: Model
         bf16=options.bf16,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
+        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
+        account_for_embedding_in_pipeline_split=layout.account_for_embedding,
+        account_for_loss_in_pipeline_split=layout.account_for_loss,
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
@@ -93,9 +122,7 @@ def transformer_config(shape: ModelShape, layout: ParallelLayout, options: Model
         batch_p2p_comm=options.on_cuda,  # gloo has no batched send and receive
         overlap_p2p_comm=False,
         deallocate_pipeline_outputs=True,
-        recompute_granularity="full" if full else None,
-        recompute_method=options.recompute_method if full else None,
-        recompute_num_layers=options.recompute_num_layers if full else None,
+        **_recompute_settings(shape, options),
         # Megatron's fused form rounds the logits' gradient to bf16 whatever the run's dtype: not in an fp32 run.
         cross_entropy_loss_fusion=options.cross_entropy_loss_fusion and options.bf16,
         cross_entropy_fusion_impl="native",
