@@ -57,8 +57,9 @@ _MOE_SPECIAL = {"decoder_sparse_step", "mlp_only_layers"}
 _FIELDS = {"qwen3": _COMMON_FIELDS, "qwen3_moe": _COMMON_FIELDS | _MOE_FIELDS}
 
 # Keys that need more than a type check; `translate` reads each of them.
-_SPECIAL = {"model_type", "architectures", "head_dim", "eos_token_id", "layer_types"} | {
-    "rope_theta", "rope_parameters", "rope_scaling",
+_SPECIAL = {
+    "model_type", "architectures", "head_dim", "eos_token_id", "layer_types",
+    "rope_theta", "rope_parameters", "rope_scaling", "quantization_config",
 }  # fmt: skip
 
 # Keys that do not change what is trained, whatever their value.
@@ -83,7 +84,6 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "decoder_sparse_step": ((1, None), "a dense model has no experts"),
     "mlp_only_layers": (([], None), "a dense model has no experts"),
     "shared_expert_intermediate_size": ((0, None), "there is no shared expert"),
-    "quantization_config": ((None,), "quantised weights cannot be trained; take the bf16 release of the model"),
     "auto_map": ((None,), "code that comes with a checkpoint is never run"),
 }
 
@@ -114,6 +114,7 @@ def translate(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     if shape["torch_dtype"] not in DTYPES:
         raise bad_value(source, "torch_dtype", shape["torch_dtype"], "one of " + ", ".join(DTYPES))
     _check_layer_types(config, shape["num_layers"], source)
+    _check_quantization(config, source)
     return shape | {
         "model_type": model_type,
         "head_dim": _head_dim(config, model_type, shape, source),
@@ -224,3 +225,14 @@ def _check_layer_types(config: Mapping[str, Any], num_layers: int, source: str) 
     if layer_types is not None and layer_types != ["full_attention"] * num_layers:
         wanted = f"'full_attention' for each of the {num_layers} layers"
         raise bad_value(source, "layer_types", layer_types, wanted, "attention is always over the whole sequence")
+
+
+def _check_quantization(config: Mapping[str, Any], source: str) -> None:
+    """FP8 in blocks of 128 x 128 is read; the weights are dequantised on the way in."""
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        return
+    form = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    if not isinstance(quantization, dict) or any(quantization.get(key) != value for key, value in form.items()):
+        why = "other quantised weights are not read; take the bf16 release of the model"
+        raise bad_value(source, "quantization_config", quantization, f"null, or hold {form}", why)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -68,7 +69,7 @@ def build(run: ResolvedRun, device: Device, say: Say) -> tuple[DistributedDataPa
     state = TrainState.read(run.resume.directory)
     if run.config.checkpoint.no_load_optim:
         say(f"continuing after step {state.iteration}; the optimizer starts afresh (--no_load_optim true)")
-        return model, optimizer, state
+        return model, optimizer, replace(state, optimizer_steps=0)  # Adam counts from its zero moments
     with OptimizerSource(run.resume.directory) as moments:
         read_state(inner, optimizer, moments, step=state.optimizer_steps, with_master=options.bf16)
     say(f"continuing after step {state.iteration} with the optimizer's state")

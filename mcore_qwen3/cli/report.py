@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcore_qwen3.arch import count_parameters
-from mcore_qwen3.cli.resolve import ResolvedRun, train_iters
+from mcore_qwen3.cli.resolve import ResolvedRun
 
 
 def plan_lines(run: ResolvedRun) -> list[str]:
@@ -17,9 +17,15 @@ def plan_lines(run: ResolvedRun) -> list[str]:
         f"model: {run.shape.model_type}, {count.total:,} parameters{active}; {start}",
         f"ranks: {run.layout.grid_text()}; device {config.launch.device}, {'bf16' if config.model.bf16 else 'fp32'}",
         f"batch: {batch_text(run)}",
-        f"steps: {train_iters(config):,}; saved to {config.checkpoint.save} every {config.checkpoint.save_interval}",
+        f"steps: {steps_text(run)}; saved to {config.checkpoint.save} every {config.checkpoint.save_interval}",
         *(f"note: {note}" for note in run.notes),
     ]
+
+
+def steps_text(run: ResolvedRun) -> str:
+    """The steps, or the epochs that give them once the data is prepared."""
+    iters, epochs = run.config.train.train_iters, run.config.train.num_train_epochs
+    return f"{iters:,}" if iters is not None else f"{epochs} x the rows of an epoch, known when they are prepared"
 
 
 def batch_text(run: ResolvedRun) -> str:

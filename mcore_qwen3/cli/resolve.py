@@ -5,6 +5,7 @@ No torch. The same flags, environment and files give the same answer in each pro
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from mcore_qwen3.arch import (
 )
 from mcore_qwen3.cli.moe_checks import check_moe
 from mcore_qwen3.cli.resume import ResumePoint, check_optimizer_state, find_resume_point
-from mcore_qwen3.config import Facts, ParsedRun, RunConfig, flags_without_effect, with_values
+from mcore_qwen3.config import Facts, ParsedRun, RunConfig, check_schedule, flags_without_effect, with_values
 from mcore_qwen3.errors import ConfigError
 from mcore_qwen3.launch import count_gpus
 
@@ -55,11 +56,28 @@ class ResolvedRun:
     @property
     def finished(self) -> bool:
         """Whether the checkpoint to continue already has all steps of this run."""
-        return self.resume is not None and self.resume.iteration >= train_iters(self.config)
+        iters = self.config.train.train_iters
+        return self.resume is not None and iters is not None and self.resume.iteration >= iters
+
+
+def with_steps(run: ResolvedRun, rows: int) -> ResolvedRun:
+    """The run with its steps filled in where epochs give them: every one of the `rows` is seen at least so often.
+
+    Raises:
+        ConfigError: the schedule does not fit the steps.
+    """
+    epochs = run.config.train.num_train_epochs
+    if epochs is None:
+        return run
+    iters = -(-rows * epochs // run.batch.global_batch_size)
+    decay = run.config.optim.lr_decay_iters or iters
+    config = with_values(run.config, {"train_iters": iters, "num_train_epochs": None, "lr_decay_iters": decay})
+    check_schedule(config)
+    return dataclasses.replace(run, config=config)
 
 
 def train_iters(config: RunConfig) -> int:
-    """Steps of the whole run; parsing has refused a command without."""
+    """Steps of the whole run; parsing has refused a command without them and epochs."""
     assert config.train.train_iters is not None
     return config.train.train_iters
 
@@ -157,9 +175,9 @@ def _fill(
         "sequence_parallel": layout.sequence_parallel,
         "max_length": _max_length(config, shape),
         "eval_interval": config.train.eval_interval or config.checkpoint.save_interval,
-        "lr_decay_iters": config.optim.lr_decay_iters or train_iters(config),
+        "lr_decay_iters": config.optim.lr_decay_iters or config.train.train_iters,
         "save": config.checkpoint.save or f"megatron_output/{Path(str(config.model.load)).resolve().name}",
-        "data_cache_path": config.data.data_cache_path or _default_cache(environ),
+        "data_cache_path": config.data.data_cache_path or default_cache(environ),
     }
     if config.checkpoint.save is None:
         notes.append(f"save is not set: {values['save']} is taken")
@@ -208,7 +226,7 @@ def _max_length(config: RunConfig, shape: ModelShape) -> int:
     return config.data.max_length or shape.max_position_embeddings
 
 
-def _default_cache(environ: Mapping[str, str]) -> str:
+def default_cache(environ: Mapping[str, str] = os.environ) -> str:
     """``mcore_qwen3/data`` in the user's cache folder, by the XDG base directory rule: a relative path is ignored."""
     base = Path(environ.get("XDG_CACHE_HOME", ""))
     if not base.is_absolute():

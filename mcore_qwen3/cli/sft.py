@@ -1,4 +1,7 @@
-"""``megatron sft``: check, prepare the data, start the ranks. In a process that is a rank: hand over to the rank."""
+"""``megatron sft``, and ``pt`` alike: check, prepare the data, start the ranks.
+
+In a process that is a rank: hand over to the rank.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,17 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from mcore_qwen3.cli.dry_run import dry_run_lines
 from mcore_qwen3.cli.report import plan_lines
-from mcore_qwen3.cli.resolve import ResolvedRun, resolve, resolve_device, train_iters
+from mcore_qwen3.cli.resolve import ResolvedRun, resolve, resolve_device, train_iters, with_steps
 from mcore_qwen3.cli.resume import ways_out
 from mcore_qwen3.config import RunConfig, parse_args
-from mcore_qwen3.data.rows import local_files
+from mcore_qwen3.data.sources import check_entries
 from mcore_qwen3.launch import LaunchPlan, count_gpus, is_rank, resolve_environment
 from mcore_qwen3.launch import run as run_ranks
 
 
-def run(argv: list[str]) -> int:
-    """The words after ``megatron sft`` -> exit code."""
-    parsed = parse_args(argv, "sft")
+def run(argv: list[str], command: str = "sft") -> int:
+    """The words after ``megatron sft`` (or pt) -> exit code."""
+    parsed = parse_args(argv, command)
     if parsed.config.launch.device == "cpu":
         # Before anything imports torch, here and in the ranks: the suite runs on a machine with GPUs too.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -31,7 +34,7 @@ def run(argv: list[str]) -> int:
     plan = launch_plan(parsed.config, os.environ)
     resolved = resolve(parsed, plan.world_size)
     data = resolved.config.data
-    files = [file.name for file in local_files((*data.dataset, *data.val_dataset))]
+    files = check_entries((*data.dataset, *data.val_dataset))
     if resolved.config.launch.dry_run:
         _say(dry_run_lines(resolved, files))
         return 0
@@ -39,19 +42,23 @@ def run(argv: list[str]) -> int:
     if resolved.finished:
         _say([_finished_text(resolved)])
         return 0
-    from mcore_qwen3.cli.prepare import prepare_data
+    from mcore_qwen3.cli.prepare import PREPARED_VARIABLE, epoch_line, prepare_data
 
     check_weights(resolved)
-    with _progress_on_screen():
-        report = prepare_data(resolved).report
-    _say(report)
+    with progress_on_screen():
+        prepared = prepare_data(resolved)
+    resolved = with_steps(resolved, prepared.train.rows)
     train = resolved.config.train
+    _say([*prepared.report, epoch_line(prepared, train.global_batch_size), f"steps: {train_iters(resolved.config):,}"])
+    if resolved.finished:
+        _say([_finished_text(resolved)])
+        return 0
     return run_ranks(
         plan,
-        ["-m", "mcore_qwen3", "sft", *argv],
+        ["-m", "mcore_qwen3", command, *argv],
         exit_grace=train.exit_grace,
         exit_code_on_signal=train.exit_code_on_signal,
-        extra_env={},
+        extra_env={PREPARED_VARIABLE: str(prepared.path)},
     )
 
 
@@ -81,12 +88,12 @@ def _finished_text(run: ResolvedRun) -> str:
     assert run.resume is not None
     return (
         f"nothing to do: {run.resume.directory} has {run.resume.iteration} of {train_iters(run.config)} steps; to train "
-        f"on, give a larger --train_iters ({ways_out(run.resume)})"
+        f"on, give a larger --train_iters or --num_train_epochs ({ways_out(run.resume)})"
     )
 
 
 @contextlib.contextmanager
-def _progress_on_screen() -> Iterator[None]:
+def progress_on_screen() -> Iterator[None]:
     """Let this package's own log lines, such as which file is being encoded, reach the screen for a while."""
     logger, handler = logging.getLogger("mcore_qwen3"), logging.StreamHandler(sys.stdout)
     before = logger.level

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from mcore_qwen3.cli.prepare import prepare_data
-from mcore_qwen3.cli.resolve import ResolvedRun, resolve, train_iters
+from mcore_qwen3.cli.prepare import check_same_data, prepare_data
+from mcore_qwen3.cli.resolve import ResolvedRun, resolve, train_iters, with_steps
 from mcore_qwen3.config import ParsedRun, decay_iters, warmup_iters
 from mcore_qwen3.data.prepare import Prepared
 from mcore_qwen3.errors import ConfigError
@@ -39,8 +39,10 @@ def _run(parsed: ParsedRun) -> int:
             fix="--device cpu, or a torch build and a driver (nvidia-smi) that fit the GPUs",
         )
     prepared = prepare_data(run)  # found in the cache; before the ranks meet, so that no collective waits for it
+    run = with_steps(run, prepared.train.rows)
     groups.prepare_megatron(device)
     groups.start_process_group(device)
+    check_same_data(prepared)
     groups.start_model_parallel(run.layout)
     groups.seed_everything(run.config.train.seed)
     say(f"{run.layout.world_size} ranks joined; device {device.kind}: {device.reason}")

@@ -1,32 +1,39 @@
 """Every setting of a run as frozen dataclasses: from flags and YAML, and back to YAML. Imports no torch."""
 
-from mcore_qwen3.config.checks import decay_iters, warmup_iters
-from mcore_qwen3.config.commands import EXPORT, HF2MCORE, MCORE2HF, VERIFY, ParsedRun, parse_args
+from mcore_qwen3.config.checks import check_schedule, decay_iters, warmup_iters
+from mcore_qwen3.config.commands import DATA, EXPORT, HF2MCORE, MCORE2HF, VERIFY, ParsedRun, parse_args
 from mcore_qwen3.config.convert import Hf2McoreConfig, Mcore2HfConfig, VerifyConfig, shard_bytes
+from mcore_qwen3.config.data import DataFlags, renamed_columns
 from mcore_qwen3.config.effects import Facts, flags_without_effect
 from mcore_qwen3.config.flags import Flag
+from mcore_qwen3.config.inspect import InspectConfig
 from mcore_qwen3.config.parser import Command, Parsed, parse_command
 from mcore_qwen3.config.run import RunConfig, iter_flags, to_flat_dict, to_yaml, with_values
 
 __all__ = [
+    "DATA",
     "EXPORT",
     "HF2MCORE",
     "MCORE2HF",
     "VERIFY",
     "Command",
+    "DataFlags",
     "Facts",
     "Flag",
     "Hf2McoreConfig",
+    "InspectConfig",
     "Mcore2HfConfig",
     "Parsed",
     "ParsedRun",
     "RunConfig",
     "VerifyConfig",
+    "check_schedule",
     "decay_iters",
     "flags_without_effect",
     "iter_flags",
     "parse_args",
     "parse_command",
+    "renamed_columns",
     "shard_bytes",
     "to_flat_dict",
     "to_yaml",

@@ -28,6 +28,8 @@ ALIASES: dict[str, Alias] = {
     "save_safetensors": Alias("save_hf"),  # ms-swift v3 and v4
 }
 
+# `megatron data`: those of its flags that `megatron sft` has too.
+DATA_ALIASES: dict[str, Alias] = {name: ALIASES[name] for name in ("model", "mcore_model", "seq_length")}
 
 CONVERT_ALIASES: dict[str, Alias] = {
     "load": Alias("src"),  # ms-swift v3

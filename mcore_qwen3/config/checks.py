@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+from mcore_qwen3.config.data import check_data
 from mcore_qwen3.config.run import RunConfig
 from mcore_qwen3.errors import ConfigError
 
-_REQUIRED = {"sft": ("load", "dataset", "train_iters")}
-_MEANING = {
-    "load": "a checkpoint",
-    "dataset": "at least one file of training rows",
-    "train_iters": "the steps to train",
-}
+_REQUIRED = {"load": "a checkpoint", "dataset": "at least one file of training rows"}
 
 
 def check(config: RunConfig, command: str) -> None:
     """Raise ConfigError for the first broken rule; limits of single values are checked when they are read."""
-    given = {
-        "load": config.model.load,
-        "dataset": config.data.dataset,
-        "train_iters": config.train.train_iters,
-    }
-    for name in _REQUIRED[command]:
+    given = {"load": config.model.load, "dataset": config.data.dataset}
+    for name, meaning in _REQUIRED.items():
         if not given[name]:
-            raise ConfigError(f"megatron {command} needs --{name}", fix=f"name {_MEANING[name]} with --{name}")
-    _check_schedule(config)
+            raise ConfigError(f"megatron {command} needs --{name}", fix=f"name {meaning} with --{name}")
+    check_data(config.data, raw_text=command == "pt")
+    _check_length(config, command)
+    check_schedule(config)
     _check_capacity(config)
     if config.model.recompute_granularity == "selective" and not config.model.recompute_modules:
         raise ConfigError("selective recompute needs a module", seen="recompute_modules is empty", fix="name core_attn")
@@ -38,11 +32,27 @@ def warmup_iters(config: RunConfig) -> int:
 def decay_iters(config: RunConfig) -> int:
     """Step at which min_lr is reached: lr_decay_iters, or train_iters where that is unset."""
     iters = config.optim.lr_decay_iters or config.train.train_iters
-    assert iters is not None, "check() requires train_iters"
+    assert iters is not None, "check() requires train_iters, or epochs have given it"
     return iters
 
 
-def _check_schedule(config: RunConfig) -> None:
+def _check_length(config: RunConfig, command: str) -> None:
+    iters, epochs = config.train.train_iters, config.train.num_train_epochs
+    if iters is None and epochs is None:
+        raise ConfigError(
+            f"megatron {command} needs --train_iters or --num_train_epochs",
+            fix="name the steps to train, or the epochs",
+        )
+    if iters is not None and epochs is not None:
+        raise ConfigError(
+            "the length of a run is given in steps or in epochs",
+            seen=f"--train_iters {iters} --num_train_epochs {epochs}",
+            fix="drop one of the two",
+        )
+
+
+def check_schedule(config: RunConfig) -> None:
+    """Raise ConfigError for a schedule that cannot be; where epochs give the steps, once more when they are known."""
     optim = config.optim
     if optim.lr < optim.min_lr:
         raise ConfigError("lr must not be below min_lr", seen=f"--lr {optim.lr} --min_lr {optim.min_lr}")
@@ -53,9 +63,11 @@ def _check_schedule(config: RunConfig) -> None:
             fix="drop one of the two",
         )
     # Megatron's OptimizerParamScheduler asserts the same once the model is built.
+    if optim.lr_decay_iters is None and config.train.train_iters is None:
+        return
     warmup, decay = warmup_iters(config), decay_iters(config)
     if warmup >= decay:
-        source = "lr_decay_iters" if optim.lr_decay_iters else "train_iters"
+        source = "train_iters" if optim.lr_decay_iters in (None, config.train.train_iters) else "lr_decay_iters"
         raise ConfigError(
             "the warm-up must be shorter than the decay",
             seen=f"--lr_warmup_iters {warmup}, {source} {decay}",

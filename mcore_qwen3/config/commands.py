@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from mcore_qwen3.config.aliases import ALIASES, CONVERT_ALIASES
+from mcore_qwen3.config.aliases import ALIASES, CONVERT_ALIASES, DATA_ALIASES
 from mcore_qwen3.config.checks import check
 from mcore_qwen3.config.convert import Hf2McoreConfig, Mcore2HfConfig, VerifyConfig, check_conversion, check_verify
+from mcore_qwen3.config.inspect import InspectConfig, check_inspect
 from mcore_qwen3.config.parser import Command, Parsed, parse_command
 from mcore_qwen3.config.run import RunConfig
 
@@ -31,6 +32,7 @@ EXPORT = Command(
     check=check_conversion,
     words=("src", "dst"),
 )
+DATA = Command(program="megatron data", root=InspectConfig, aliases=DATA_ALIASES, check=check_inspect)
 VERIFY = Command(program="convert verify", root=VerifyConfig, aliases={}, check=check_verify, words=("a", "b"))
 
 

@@ -35,7 +35,7 @@ def flag(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flag:
-    """One flag as declared. ``type`` is int, float, bool, str, or list (of str); ``optional`` allows None."""
+    """One flag as declared. ``type`` is int, float, bool, str, list (of str), or floats; ``optional`` allows None."""
 
     name: str
     section: str
@@ -60,6 +60,7 @@ class Flag:
             "bool": "true or false",
             "str": "a text",
             "list": "one or more texts, separated by spaces",
+            "floats": "one or more finite numbers, separated by spaces",
         }[self.type]
         limits = [
             f"{text} {limit}"
@@ -91,6 +92,8 @@ def _kind(hint: Any) -> tuple[str, bool]:
         return _KINDS[hint], False
     if hint == tuple[str, ...]:
         return "list", False
+    if hint == tuple[float, ...]:
+        return "floats", False
     if isinstance(hint, types.UnionType):
         (inner,) = [arg for arg in typing.get_args(hint) if arg is not types.NoneType]
         return _KINDS[inner], True

@@ -16,8 +16,8 @@ from mcore_qwen3.config.values import convert
 from mcore_qwen3.config.yaml_file import read_flat_yaml
 from mcore_qwen3.errors import ConfigError
 
-_METAVARS = {"int": "N", "float": "X", "bool": "true|false", "str": "TEXT", "list": "TEXT"}
-_NARGS = {"bool": "?", "list": "+"}
+_METAVARS = {"int": "N", "float": "X", "bool": "true|false", "str": "TEXT", "list": "TEXT", "floats": "X"}
+_NARGS = {"bool": "?", "list": "+", "floats": "+"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

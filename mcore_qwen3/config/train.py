@@ -13,7 +13,10 @@ class TrainFlags:
 
     micro_batch_size: int = flag(1, "rows a rank computes at once", at_least=1)
     global_batch_size: int = flag(16, "rows a step, over all ranks", at_least=1)
-    train_iters: int | None = flag(None, "optimizer steps of the whole run (required)", at_least=1)
+    train_iters: int | None = flag(None, "optimizer steps of the whole run; or give num_train_epochs", at_least=1)
+    num_train_epochs: int | None = flag(
+        None, "passes over the training rows, instead of train_iters; the steps come from the packed count", at_least=1
+    )
     eval_iters: int = flag(
         -1, "global batches an evaluation reads; -1: all validation rows, 0: no evaluation", at_least=-1
     )

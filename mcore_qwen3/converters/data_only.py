@@ -7,13 +7,14 @@ entries" inside the data files, which Megatron loads without any limit; and `com
 from __future__ import annotations
 
 import io
+import os
 import pathlib
 import pickle
 import re
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
@@ -122,6 +123,44 @@ def check_data_only(iteration_dir: str | Path) -> None:
     reader.close()
 
 
+class _Window(io.BufferedIOBase):
+    """Bytes [start, start + length) of an open file, read straight into the memory that asks for them."""
+
+    def __init__(self, stream: io.BufferedReader, start: int, length: int) -> None:
+        self._descriptor, self._start, self._length, self._at = stream.fileno(), start, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        wanted = max(0, min(len(view), self._length - self._at))
+        done = 0
+        while done < wanted:
+            count = os.preadv(self._descriptor, [view[done:wanted]], self._start + self._at + done)
+            if count == 0:
+                break
+            done += count
+        self._at += done
+        return done
+
+    def read(self, size: int | None = -1) -> bytes:
+        wanted = self._length - self._at if size is None or size < 0 else size
+        data = bytearray(max(0, min(wanted, self._length - self._at)))
+        return bytes(data[: self.readinto(data)])
+
+
 class EntryReader:
     """Reads stored entries of a torch_dist directory as bytes and keeps the files it reads from open.
 
@@ -133,8 +172,8 @@ class EntryReader:
         self._directory = directory
         self._open: OrderedDict[str, io.BufferedReader] = OrderedDict()
 
-    def read(self, info: _StorageInfo) -> io.BytesIO:
-        """The bytes of one entry.
+    def read(self, info: _StorageInfo) -> io.BufferedIOBase:
+        """The bytes of one entry, as a stream over the file.
 
         Raises:
             ConversionError: the file is missing or too short.
@@ -142,19 +181,18 @@ class EntryReader:
         path = self._directory / info.relative_path
         try:
             stream = self._stream(info.relative_path)
-            stream.seek(info.offset)
-            data = stream.read(info.length)
+            size = os.fstat(stream.fileno()).st_size
         except OSError as error:
             raise ConversionError(
                 "a checkpoint data file must be readable", seen=error, fix="copy the checkpoint again"
             ) from error
-        if len(data) != info.length:
+        if size < info.offset + info.length:
             raise ConversionError(
                 "a checkpoint data file must be whole",
-                seen=f"{path} ends at byte {path.stat().st_size}, an entry needs it up to {info.offset + info.length}",
+                seen=f"{path} ends at byte {size}, an entry needs it up to {info.offset + info.length}",
                 fix="copy this file again",
             )
-        return io.BytesIO(data)
+        return _Window(stream, info.offset, info.length)
 
     def close(self) -> None:
         """Close the files."""
@@ -169,7 +207,7 @@ class EntryReader:
         return self._open[file]
 
 
-def load_plain(stream: io.BytesIO, place: str) -> Any:
+def load_plain(stream: io.BufferedIOBase, place: str) -> Any:
     """What `torch.save` wrote to a stream, if it is nothing but tensors and plain Python data.
 
     Args:
@@ -181,7 +219,7 @@ def load_plain(stream: io.BytesIO, place: str) -> Any:
     """
     try:
         # The storage as it was read, in host memory, wherever the tensor lived when it was saved.
-        return torch.load(stream, map_location=lambda storage, _: storage, weights_only=True)
+        return torch.load(cast(IO[bytes], stream), map_location=lambda storage, _: storage, weights_only=True)
     except pickle.UnpicklingError as error:
         raise ConversionError(
             "a checkpoint may only hold tensors and plain data",
@@ -195,12 +233,12 @@ def load_plain(stream: io.BytesIO, place: str) -> Any:
         ) from error
 
 
-def _trouble(stream: io.BytesIO, error: Exception) -> str:
+def _trouble(stream: io.BufferedIOBase, error: Exception) -> str:
     """What a refused pickle asks for, as far as that can be told without running it."""
     named = re.findall(r"GLOBAL ([\w.]+)", str(error))[:1]
     if not named and zipfile.is_zipfile(stream):
         stream.seek(0)
-        named = torch.serialization.get_unsafe_globals_in_checkpoint(stream)
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(cast(IO[bytes], stream))
     return f"asks for {', '.join(named)}" if named else "is damaged or holds something else"
 
 

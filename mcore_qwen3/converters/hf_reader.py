@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mcore_qwen3.arch.shape import ModelShape
+from mcore_qwen3.converters import fp8
 from mcore_qwen3.converters.source import Bounds, Entry, WeightSource, name_some
 from mcore_qwen3.converters.table import HF_EMBEDDING, HF_HEAD, Part, Rule, fill_name, name_table
 from mcore_qwen3.errors import ConversionError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": fp8.DTYPE,
+}
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,7 @@ class HFSource(WeightSource):
     The headers alone are checked at construction: every tensor of the model is there, with its shape, and no other.
     Both layouts of experts are read: one tensor for each expert, and transformers 5's two packed tensors a layer. A
     tied model may carry a copy of its embedding as `lm_head.weight`; it is compared wherever the embedding is read.
+    Weights quantised to FP8 in blocks are shown, and read, in the dtype of the model.
 
     Args:
         directory: holds `model.safetensors`, or `model.safetensors.index.json` and the files it names.
@@ -55,10 +64,14 @@ class HFSource(WeightSource):
             fill_name(part.packed.name, (0,)) in self._tensors for rule in table for part in rule.parts if part.packed
         )
         self._rules = {rule.key: rule for rule in table}
+        self._shape, self._dtype = shape, getattr(torch, shape.torch_dtype)
         self._tied_head = shape.tie_word_embeddings and HF_HEAD in self._tensors
         self._check_tensors(table)
         entries = {rule.key: Entry(rule.shape, self._key_dtype(rule)) for rule in table}
         super().__init__(entries, self._tensors)
+
+    def recipe(self) -> Callable[[], WeightSource]:
+        return partial(HFSource, self.directory, self._shape)
 
     def close(self) -> None:
         self._tensors = {}
@@ -68,6 +81,7 @@ class HFSource(WeightSource):
         expected = {name: shape for rule in table for name, shape in self._hf_tensors(rule)}
         if self._tied_head:
             expected[HF_HEAD] = expected[HF_EMBEDDING]
+        expected |= self._fp8_factors(expected)
         missing = expected.keys() - self._tensors.keys()
         if missing:
             raise ConversionError(
@@ -91,6 +105,18 @@ class HFSource(WeightSource):
                 fix="correct config.json, or fetch the weights that belong to it",
             )
 
+    def _fp8_factors(self, expected: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the block factors that the quantised ones among these tensors need."""
+        quantised = {
+            n: shape for n, shape in expected.items() if n in self._tensors and self._tensors[n].dtype == fp8.DTYPE
+        }
+        for name, shape in quantised.items():
+            if len(shape) != 2:
+                raise ConversionError(
+                    "only matrices may be quantised", seen=f"{name} in {self.directory} is F8_E4M3 of shape {shape}"
+                )
+        return {name + fp8.SCALE_SUFFIX: fp8.scale_shape(shape) for name, shape in quantised.items()}
+
     def _hf_tensors(self, rule: Rule) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes of the HF tensors behind one key, in the layout of these files."""
         for part in rule.parts:
@@ -106,7 +132,8 @@ class HFSource(WeightSource):
         """The one dtype of all tensors behind a key."""
         dtypes: dict[torch.dtype, str] = {}
         for name, _ in self._hf_tensors(rule):
-            dtypes.setdefault(self._tensors[name].dtype, name)
+            stored = self._tensors[name].dtype
+            dtypes.setdefault(self._dtype if stored == fp8.DTYPE else stored, name)
         if self._tied_head and rule.parts[0].name == HF_EMBEDDING:
             dtypes.setdefault(self._tensors[HF_HEAD].dtype, HF_HEAD)
         if len(dtypes) > 1:
@@ -141,7 +168,12 @@ class HFSource(WeightSource):
         else:
             name, selection = fill_name(part.name, index), (slice(first, first + rows), *columns)
         self.used_tensors.add(name)
-        return self._tensors[name].view[selection]
+        found = self._tensors[name].view[selection]
+        if found.dtype != fp8.DTYPE:
+            return found
+        factors, place = name + fp8.SCALE_SUFFIX, (slice(first, first + rows), *columns)
+        self.used_tensors.add(factors)
+        return fp8.dequantise(found, self._tensors[factors].view[fp8.scale_slices(place)], place, self._dtype)
 
     def _compare_head(self, embedding: torch.Tensor, selection: tuple[slice, ...]) -> None:
         """Refuse a tied model whose `lm_head.weight` is not its embedding, bit for bit."""
@@ -214,6 +246,15 @@ def _weight_map(directory: Path) -> dict[str, str] | None:
             seen=f"neither in {directory}",
             fix="fetch the model in safetensors format",
         )
+    return read_weight_map(index)
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Tensor name to file name, from an index that names nothing outside its own directory.
+
+    Raises:
+        ConversionError: not an index, or it names another place.
+    """
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = set(weight_map.values())

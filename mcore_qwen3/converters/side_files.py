@@ -74,6 +74,7 @@ def adapt_configs(directory: Path, *, dtype: str, vocab_size: int, end_token_id:
     changes = _edit(
         directory / CONFIG_FILE,
         _official_spelling,
+        _unquantised,
         lambda config: _set(config, "torch_dtype", dtype),
         lambda config: _set(config, "vocab_size", vocab_size),
         lambda config: _add_end_token(config, end_token_id),
@@ -130,6 +131,15 @@ def _respell(name: str, value: Any) -> dict[str, Any] | None:
         theta = {"rope_theta": value["rope_theta"]} if "rope_theta" in value else {}
         return theta | {"rope_scaling": None if plain else scaling}
     return None
+
+
+def _unquantised(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Weights are never written quantised."""
+    if config.get("quantization_config") is None:
+        return config, []
+    return {key: value for key, value in config.items() if key != "quantization_config"}, [
+        "quantization_config removed"
+    ]
 
 
 def _set(config: dict[str, Any], name: str, value: Any) -> tuple[dict[str, Any], list[str]]:

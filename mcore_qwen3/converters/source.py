@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -76,6 +76,10 @@ class WeightSource(ABC):
                 seen=f"{name_some(unused)} never read",
                 fix="load with the model these files belong to",
             )
+
+    @abstractmethod
+    def recipe(self) -> Callable[[], WeightSource]:
+        """Opens the same files again, in another process: a function that can be pickled."""
 
     @abstractmethod
     def _fill(self, key: str, bounds: Bounds, out: torch.Tensor) -> None:

@@ -6,8 +6,9 @@ import bisect
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,21 +18,27 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from mcore_qwen3.arch.shape import ModelShape
 from mcore_qwen3.converters.data_only import EntryReader, load_plain, read_metadata
 from mcore_qwen3.converters.source import Bounds, Entry, WeightSource, name_some
-from mcore_qwen3.converters.table import Rule, key_aliases, name_table
+from mcore_qwen3.converters.table import LAYERS, Rule, key_aliases, name_table
 from mcore_qwen3.errors import ConversionError
 
 # Megatron's optimizer state; several chained optimizers put a number in front.
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
+_SINGLE_LAYER = re.compile(re.escape(LAYERS) + r"(\d+)\.(.+)")
+Stored = dict[str, tuple[str, ...]]
 # What the last chunks read may take, so that many small slices of one chunk cost one read.
-_CACHE_BYTES = 512 * 2**20
+_CACHE_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A stored piece of a global tensor: where it begins, its sizes, and where its bytes lie."""
+    """A stored piece of a key's tensor: where it begins, its sizes, its shape in the file, and where its bytes lie.
+
+    Where every layer is stored under a name of its own, the first axis, the layer, is not in the file's shape.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+    stored_sizes: tuple[int, ...]
     info: _StorageInfo
 
 
@@ -73,27 +80,31 @@ class _StoredSource(WeightSource):
     Args:
         directory: holds the `.distcp` files.
         metadata: the directory's `.metadata`.
-        stored: for each key, the name it is stored under.
+        stored: for each key, the name it is stored under, or the names of its layers.
         shapes: for each key, the shape to show: the stored one, or one of fewer rows.
 
     Raises:
         ConversionError: the chunks of a tensor do not make it up.
     """
 
-    def __init__(
-        self, directory: Path, metadata: Metadata, stored: dict[str, str], shapes: dict[str, tuple[int, ...]]
-    ) -> None:
+    def __init__(self, directory: Path, metadata: Metadata, stored: Stored, shapes: dict[str, tuple[int, ...]]) -> None:
         self.directory = directory
         self._stored = stored
         self._reader = EntryReader(directory)
         tensors = _stored_tensors(metadata)
-        self._chunks = {
-            key: _Chunks(self._find_chunks(name, tensors[name], metadata.storage_data)) for key, name in stored.items()
-        }
+        self._chunks: dict[str, _Chunks] = {}
+        entries = {}
+        for key, names in stored.items():
+            chunks = []
+            for number, name in enumerate(names):
+                one_layer = len(tensors[name].size) < len(shapes[key])
+                at = (number,) if one_layer else ()
+                chunks += self._find_chunks(at, name, tensors[name], metadata.storage_data)
+            self._chunks[key] = _Chunks(chunks)
+            entries[key] = Entry(shapes[key], _one_dtype(names, tensors))
         self._cache: OrderedDict[tuple[str, int], torch.Tensor] = OrderedDict()
         self._cached_bytes = 0
-        entries = {key: Entry(shapes[key], tensors[name].properties.dtype) for key, name in stored.items()}
-        super().__init__(entries, stored.values())
+        super().__init__(entries, (name for names in stored.values() for name in names))
 
     def close(self) -> None:
         self._cache.clear()
@@ -101,8 +112,9 @@ class _StoredSource(WeightSource):
         self._reader.close()
 
     def _find_chunks(
-        self, name: str, entry: TensorStorageMetadata, places: dict[MetadataIndex, _StorageInfo]
+        self, at: tuple[int, ...], name: str, entry: TensorStorageMetadata, places: dict[MetadataIndex, _StorageInfo]
     ) -> list[_Chunk]:
+        """Chunks of one stored tensor; `at` is its layer where it holds no more than one."""
         chunks = []
         for chunk in entry.chunks:
             offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
@@ -112,7 +124,7 @@ class _StoredSource(WeightSource):
             )
             if info is None or not inside:
                 raise self._incomplete(name)
-            chunks.append(_Chunk(offsets, sizes, info))
+            chunks.append(_Chunk((*at, *offsets), (*(1 for _ in at), *sizes), sizes, info))
         if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(entry.size):
             raise self._incomplete(name)
         return chunks
@@ -125,8 +137,9 @@ class _StoredSource(WeightSource):
             out[target].copy_(self._load(chunk, out.dtype)[source])
             filled += math.prod(high - low for low, high in shared)
         if filled != out.numel():
-            raise self._incomplete(self._stored[key])
-        self.used_tensors.add(self._stored[key])
+            raise self._incomplete(self._stored[key][0])
+        names = self._stored[key]
+        self.used_tensors.update(names if len(names) == 1 else names[slice(*bounds[0])])
 
     def _load(self, chunk: _Chunk, dtype: torch.dtype) -> torch.Tensor:
         place = (chunk.info.relative_path, chunk.info.offset)
@@ -135,8 +148,9 @@ class _StoredSource(WeightSource):
             return self._cache[place]
         where = f"{self.directory / chunk.info.relative_path} at byte {chunk.info.offset}"
         tensor = load_plain(self._reader.read(chunk.info), where)
-        if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), tensor.dtype) != (chunk.sizes, dtype):
+        if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), tensor.dtype) != (chunk.stored_sizes, dtype):
             raise ConversionError("a stored chunk must be a tensor of the shape and dtype in .metadata", seen=where)
+        tensor = tensor.reshape(chunk.sizes)
         self._cache[place] = tensor
         self._cached_bytes += tensor.nbytes
         while len(self._cache) > 1 and self._cached_bytes > _CACHE_BYTES:
@@ -169,13 +183,14 @@ class TorchDistSource(_StoredSource):
         metadata = read_metadata(directory)
         tensors = _stored_tensors(metadata)
         sizes = {name: tuple(entry.size) for name, entry in tensors.items() if not _is_other_state(name)}
-        stored = {name: name for name in sizes}
-        for alias, key in key_aliases(shape).items():
-            if alias in stored and key not in stored:
-                stored[key] = stored.pop(alias)
         table = name_table(shape)
+        stored = _by_key(sizes, shape)
         _check_tensors(table, stored, sizes, directory)
+        self._shape = shape
         super().__init__(directory, metadata, stored, {rule.key: rule.shape for rule in table})
+
+    def recipe(self) -> Callable[[], WeightSource]:
+        return partial(TorchDistSource, self.directory, self._shape)
 
 
 class OptimizerSource(_StoredSource):
@@ -194,7 +209,10 @@ class OptimizerSource(_StoredSource):
         # A single number, such as a step that some optimizers store, is no state of a weight.
         tensors = {name: entry for name, entry in _stored_tensors(metadata).items() if entry.size}
         sizes = {name: tuple(entry.size) for name, entry in tensors.items() if _OPTIMIZER.match(name)}
-        super().__init__(directory, metadata, {name: name for name in sizes}, sizes)
+        super().__init__(directory, metadata, {name: (name,) for name in sizes}, sizes)
+
+    def recipe(self) -> Callable[[], WeightSource]:
+        return partial(OptimizerSource, self.directory)
 
 
 def _stored_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
@@ -207,25 +225,58 @@ def _is_other_state(name: str) -> bool:
     return name.endswith("_extra_state") or _OPTIMIZER.match(name) is not None
 
 
-def _check_tensors(
-    table: tuple[Rule, ...], stored: dict[str, str], sizes: dict[str, tuple[int, ...]], directory: Path
-) -> None:
+def _by_key(sizes: Iterable[str], shape: ModelShape) -> Stored:
+    """The stored names behind each key: under another spelling of it, or with one name for each layer.
+
+    Megatron names layers one by one when it takes them to be of different kinds, as with a `moe_layer_freq` list.
+    """
+    names = set(sizes)
+    stored: Stored = {}
+    for name in sorted(names):
+        single = _SINGLE_LAYER.fullmatch(name)
+        key = LAYERS + single[2] if single else name
+        if single is None:
+            stored[name] = (name,)
+        elif key not in names and key not in stored:
+            stored[key] = tuple(f"{LAYERS}{layer}.{single[2]}" for layer in range(shape.num_layers))
+    strays = names - {name for found in stored.values() for name in found}
+    stored |= {name: (name,) for name in strays}
+    for alias, key in key_aliases(shape).items():
+        if alias in stored and key not in stored:
+            stored[key] = stored.pop(alias)
+    return stored
+
+
+def _one_dtype(names: tuple[str, ...], tensors: dict[str, TensorStorageMetadata]) -> torch.dtype:
+    dtypes = {tensors[name].properties.dtype: name for name in names}
+    if len(dtypes) > 1:
+        seen = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
+        raise ConversionError("a tensor must have one dtype in all layers", seen=seen)
+    return next(iter(dtypes))
+
+
+def _check_tensors(table: tuple[Rule, ...], stored: Stored, sizes: dict[str, tuple[int, ...]], directory: Path) -> None:
     """Compare keys and shapes of a directory with the model's."""
     rules = {rule.key: rule for rule in table}
-    missing, stray = rules.keys() - stored.keys(), stored.keys() - rules.keys()
+    missing = (rules.keys() - stored.keys()) | {
+        name for names in stored.values() for name in names if name not in sizes
+    }
+    stray = stored.keys() - rules.keys()
     if missing or stray:
         found = [f"{name_some(names)} {what}" for names, what in ((missing, "missing"), (stray, "unknown")) if names]
         raise ConversionError(
             "the checkpoint must hold exactly the tensors of the model",
             seen=f"{'; '.join(found)} in {directory}",
-            fix="give the checkpoint and the config.json of one model; layers must be stacked and of one kind",
+            fix="give the checkpoint and the config.json of one model",
         )
     for key, rule in rules.items():
-        size = sizes[stored[key]]
-        fits = size[1:] == rule.shape[1:] and size[0] >= rule.rows if rule.vocabulary else size == rule.shape
-        if not fits:
-            raise ConversionError(
-                "every tensor must have the shape that config.json gives it",
-                seen=f"{stored[key]} has {size}, the model needs {rule.shape} in {directory}",
-                fix="give the checkpoint and the config.json of one model",
-            )
+        for name in stored[key]:
+            size = sizes[name]
+            wanted = rule.shape[1:] if _SINGLE_LAYER.fullmatch(name) else rule.shape
+            fits = size[1:] == wanted[1:] and size[0] >= rule.rows if rule.vocabulary else size == wanted
+            if not fits:
+                raise ConversionError(
+                    "every tensor must have the shape that config.json gives it",
+                    seen=f"{name} has {size}, the model needs {wanted} in {directory}",
+                    fix="give the checkpoint and the config.json of one model",
+                )

@@ -7,14 +7,20 @@ torch.distributed.checkpoint, `metadata.json` with four fields, `common.pt` with
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from mcore_qwen3.errors import ConversionError
 
 FORMAT = {
     "sharded_backend": "torch_dist",
@@ -22,6 +28,9 @@ FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+_HOST = torch.empty(0).device
+Written = tuple[str, tuple[int, ...], str, int, int]
+"""One chunk on disk: key, place of its first value, file, first byte, bytes. JSON can hold it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +77,33 @@ class _Planner(dcp.DefaultSavePlanner):
         return values.clone() if values.untyped_storage().nbytes() != values.nbytes else values
 
 
+class _Writer(dcp.FileSystemWriter):
+    """torch's writer, but holding one chunk at a time: torch's own keeps the last chunk of every tensor in memory."""
+
+    def __init__(self, directory: Path, report: Callable[[int], None] = lambda nbytes: None) -> None:
+        super().__init__(directory, single_file_per_rank=True, sync_files=True)
+        self._report = report
+
+    def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
+        """Write all chunks of a plan into one file."""
+        file = f"{plan.storage_data.prefix}0.distcp"
+        results = []
+        with (Path(self.path) / file).open("wb") as stream:
+            for item in plan.items:
+                values, start = planner.resolve_data(item), stream.tell()
+                assert isinstance(values, torch.Tensor)
+                # In host memory, wherever the chunk lies.
+                torch.save(values.detach().to(_HOST), stream)
+                length = stream.tell() - start
+                results.append(WriteResult(item.index, length, _StorageInfo(file, start, length)))
+                self._report(values.nbytes)
+            stream.flush()
+            os.fsync(stream.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+
 def _write_item(chunk: Chunk) -> WriteItem:
     starts, sizes = torch.Size(chunk.starts), torch.Size(chunk.sizes)
     return WriteItem(
@@ -91,8 +127,60 @@ def write_chunks(directory: Path, chunks: Sequence[Chunk]) -> None:
     Raises:
         dcp.api.CheckpointException: a chunk overlaps another, a tensor is incomplete, or the disk refused.
     """
-    writer = dcp.FileSystemWriter(directory, single_file_per_rank=True, sync_files=True)
-    dcp.save({}, storage_writer=writer, planner=_Planner(chunks))
+    dcp.save({}, storage_writer=_Writer(directory), planner=_Planner(chunks))
+
+
+def write_part(directory: Path, chunks: Sequence[Chunk], part: int, report: Callable[[int], None]) -> list[Written]:
+    """Write one part's chunks into a file of its own, without torch.distributed; `merge_parts` completes the directory.
+
+    Args:
+        directory: exists.
+        chunks: of this part.
+        part: its number.
+        report: called with the bytes of each chunk once it is written.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    if not chunks:
+        return []
+    planner = _Planner(chunks)
+    plan = replace(planner.create_local_plan(), storage_data=_StoragePrefix(f"__{part}_"))
+    results = _Writer(directory, report).write_data(plan, planner).wait()
+    places = [(*result.index.offset,) for result in results if result.index.offset is not None]
+    stored = [result.storage_data for result in results]
+    return [
+        (result.index.fqn, place, info.relative_path, info.offset, info.length)
+        for result, place, info in zip(results, places, stored, strict=True)
+    ]
+
+
+def merge_parts(directory: Path, chunks: Sequence[Chunk], written: Sequence[Written]) -> None:
+    """Write `.metadata` over all parts, through torch's own classes, once every chunk is known to be written once.
+
+    Args:
+        directory: holds the files of all parts.
+        chunks: of all parts; their values are not asked for.
+        written: what `write_part` returned, over all parts.
+
+    Raises:
+        ConversionError: chunks overlap, leave a hole, or were written never or twice.
+    """
+    planner = _Planner(chunks)
+    places = {(key, tuple(offsets)): _StorageInfo(file, first, length) for key, offsets, file, first, length in written}
+    if len(places) != len(written) or places.keys() != {(chunk.key, chunk.starts) for chunk in chunks}:
+        raise ConversionError("every piece must be written exactly once", seen=f"{len(written)} for {len(chunks)}")
+    try:
+        # With an empty second plan torch checks that the chunks fill their tensors, too.
+        (plan, _), metadata = planner.create_global_plan([planner.create_local_plan(), SavePlan([])])
+    except ValueError as error:
+        raise ConversionError("the pieces must cover every tensor exactly once", seen=error) from error
+    results = []
+    for item in plan.items:
+        assert item.index.offset is not None
+        info = places[item.index.fqn, tuple(item.index.offset)]
+        results.append(WriteResult(item.index, info.length, info))
+    _Writer(directory).finish(metadata, [results])
 
 
 def write_common(directory: Path, iteration: int) -> None:

@@ -24,8 +24,8 @@ import numpy as np
 from mcore_qwen3.arch import BatchPlan
 from mcore_qwen3.data.micro_batch import MicroBatch, build_micro_batch
 from mcore_qwen3.data.order import permutation
-from mcore_qwen3.data.prepare import TRAIN, VALIDATION, Prepared
 from mcore_qwen3.data.reader import SplitReader
+from mcore_qwen3.data.request import TRAIN, VALIDATION, Prepared
 
 EMPTY = -1  # the number of a row that only fills up the last evaluation batch
 UNPACKED_MULTIPLE = 8  # row lengths without packing are rounded up to it, for the matrix units of GPUs

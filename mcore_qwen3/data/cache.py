@@ -27,7 +27,7 @@ from filelock import FileLock, Timeout
 
 from mcore_qwen3.errors import DataError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 _LOGGER = logging.getLogger(__name__)
 
@@ -78,8 +78,11 @@ def open_or_build(cache_dir: Path, key: str, build: Callable[[Path], dict[str, A
             building.mkdir()
             try:
                 manifest = build(building)
-                sizes = {file.name: file.stat().st_size for file in sorted(building.iterdir())}
-                (building / MANIFEST).write_text(json.dumps({**manifest, "files": sizes}, indent=1))
+                files = sorted(building.iterdir())
+                sizes = {file.name: file.stat().st_size for file in files}
+                sums = "".join(f"{file.name} {file_digest(file)}\n" for file in files)
+                digest = hashlib.sha256(sums.encode()).hexdigest()
+                (building / MANIFEST).write_text(json.dumps({**manifest, "digest": digest, "files": sizes}, indent=1))
                 if folder.exists():  # not complete, else it would have been taken
                     shutil.rmtree(folder)
                 building.rename(folder)

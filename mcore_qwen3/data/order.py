@@ -17,3 +17,9 @@ def permutation(number: int, seed: int, stream: int | str) -> np.ndarray:
     word = stream if isinstance(stream, int) else (1 << 32) + zlib.crc32(stream.encode())
     raw = np.random.Philox(np.random.SeedSequence([seed, word])).random_raw(number)
     return np.argsort(raw, kind="stable")
+
+
+def uniform(number: int, seed: int, stream: str) -> np.ndarray:
+    """`number` floats in [0, 1), from Philox's raw output for the same reason."""
+    raw = np.random.Philox(np.random.SeedSequence([seed, (1 << 32) + zlib.crc32(stream.encode())])).random_raw(number)
+    return (raw >> np.uint64(11)) * 2.0**-53

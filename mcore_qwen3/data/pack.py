@@ -1,4 +1,4 @@
-"""Samples -> rows of a fixed capacity: best-fit-decreasing on whole token counts."""
+"""Samples -> rows of a fixed capacity, on whole token counts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
         `samples` int64 [n], the sample numbers row after row, and `starts` int64 [rows + 1]: row r holds
         samples[starts[r]:starts[r + 1]].
     """
-    if len(lengths) and not 1 <= lengths.min() <= lengths.max() <= capacity:
-        raise ValueError(f"lengths {lengths.min()}..{lengths.max()} do not fit 1..{capacity}")
+    _check_lengths(lengths, capacity)
     rows_with_room: list[list[int]] = [[] for _ in range(capacity)]
     rooms = 0  # bit r is set when some row has room for exactly r more tokens
     rows = 0
@@ -41,9 +40,28 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     return _in_data_order(row_of, rows)
 
 
+def pack_in_order(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """The same as `pack` returns, with the samples in data order: a row ends where the next sample has no room."""
+    _check_lengths(lengths, capacity)
+    starts, room = [0], capacity
+    for sample, length in enumerate(lengths.tolist()):
+        if length > room:
+            starts.append(sample)
+            room = capacity
+        room -= length
+    if len(lengths):
+        starts.append(len(lengths))
+    return np.arange(len(lengths), dtype=np.int64), np.array(starts, dtype=np.int64)
+
+
 def one_a_row(number: int) -> tuple[np.ndarray, np.ndarray]:
     """The same as `pack` returns, for `number` samples each in a row of its own."""
     return np.arange(number, dtype=np.int64), np.arange(number + 1, dtype=np.int64)
+
+
+def _check_lengths(lengths: np.ndarray, capacity: int) -> None:
+    if len(lengths) and not 1 <= lengths.min() <= lengths.max() <= capacity:
+        raise ValueError(f"lengths {lengths.min()}..{lengths.max()} do not fit 1..{capacity}")
 
 
 def _in_data_order(row_of: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -54,3 +72,6 @@ def _in_data_order(row_of: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarra
     row_of = new_row[row_of]
     starts = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=rows))])
     return np.argsort(row_of, kind="stable"), starts.astype(np.int64)
+
+
+PACKERS = {"binpack": pack, "sequential": pack_in_order}

@@ -1,17 +1,15 @@
-"""Local data files -> rows. Nothing slow is imported: a bad file is refused at once."""
+"""Data files -> rows. Nothing slow is imported: a bad file is refused at once."""
 
 from __future__ import annotations
 
+import csv
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mcore_qwen3.errors import DataError
-
-RULE = "a dataset is a local .jsonl, .json or .parquet file"
-SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,29 +28,6 @@ class Row:
     fields: dict[str, Any]
 
 
-def local_files(names: Sequence[str]) -> list[DataFile]:
-    """The files that `names` name, in order.
-
-    Raises:
-        DataError: a name is no local file, or its suffix is not one that can be read.
-    """
-    files = []
-    for name in names:
-        path = Path(name).expanduser()
-        if path.is_dir():
-            raise DataError(RULE, seen=f"{name} is a folder", fix="name the files in it")
-        if not path.is_file():
-            raise DataError(RULE, seen=f"no file {name}", fix="correct the path, or download the dataset first")
-        if path.suffix.lower() not in SUFFIXES:
-            raise DataError(RULE, seen=f"{name} ends in {path.suffix!r}", fix="convert it, or rename it to what it is")
-        try:
-            path.open("rb").close()
-        except OSError as error:
-            raise DataError(RULE + " that can be read", seen=error, fix="its permissions") from None
-        files.append(DataFile(name, path))
-    return files
-
-
 def read_rows(file: DataFile) -> list[Row]:
     """All rows of `file`, in order.
 
@@ -60,12 +35,10 @@ def read_rows(file: DataFile) -> list[Row]:
         DataError: the file has no rows, or a row is not a JSON object (the place is named).
     """
     suffix = file.path.suffix.lower()
-    if suffix == ".parquet":
-        rows = list(_parquet_rows(file))
-    elif suffix == ".json" and _starts_with_bracket(file.path):
+    if suffix == ".json" and _starts_with_bracket(file.path):
         rows = list(_array_rows(file))
     else:
-        rows = list(_line_rows(file))
+        rows = list(_READERS[suffix](file))
     if not rows:
         raise DataError("a data file has at least one row", seen=f"{file.name} has none", fix="remove it or fill it")
     return rows
@@ -112,18 +85,71 @@ def _array_rows(file: DataFile) -> Iterator[Row]:
         yield _row(f"{file.name}:row {number}", value)
 
 
+def _text_rows(file: DataFile) -> Iterator[Row]:
+    """Each line that is not blank is a row with the column text."""
+    with file.path.open("rb") as handle:
+        for number, line in enumerate(handle, start=1):
+            place = f"{file.name}:{number}"
+            try:
+                content = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                raise DataError("a .txt file is UTF-8", seen=f"{place}: {error}", fix="convert it to UTF-8") from None
+            if content.strip():
+                yield Row(place, {"text": content})
+
+
+def _csv_rows(file: DataFile) -> Iterator[Row]:
+    """Columns by the first line; an empty field is a missing one. The place is the line where a row ends."""
+    csv.field_size_limit(1 << 30)  # the default refuses fields of more than 128 KB
+    with file.path.open(encoding="utf-8-sig", newline="") as handle:
+        reader = csv.DictReader(handle, strict=True)
+        try:
+            for fields in reader:
+                place = f"{file.name}:{reader.line_num}"
+                if None in fields:
+                    raise DataError(
+                        "a .csv row has no more fields than the first line has names",
+                        seen=place,
+                        fix='put fields that hold commas or line breaks in "quotes"',
+                    )
+                yield Row(place, {name: value if value != "" else None for name, value in fields.items()})
+        except (csv.Error, UnicodeDecodeError) as error:
+            seen = f"{file.name}:{reader.line_num + 1}: {error}"
+            raise DataError("a .csv file is UTF-8 with quoted fields", seen=seen, fix="mend the file there") from None
+
+
 def _parquet_rows(file: DataFile) -> Iterator[Row]:
-    import pyarrow
     import pyarrow.parquet
 
+    return _arrow_batches(file, lambda: pyarrow.parquet.ParquetFile(file.path).iter_batches())
+
+
+def _arrow_rows(file: DataFile) -> Iterator[Row]:
+    import pyarrow
+
+    def batches() -> Iterator[Any]:
+        with pyarrow.memory_map(str(file.path)) as mapped:
+            try:
+                yield from pyarrow.ipc.open_stream(mapped)  # what the `datasets` library writes
+            except pyarrow.ArrowInvalid:
+                reader = pyarrow.ipc.open_file(mapped)  # Arrow's file format (Feather)
+                yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
+
+    return _arrow_batches(file, batches)
+
+
+def _arrow_batches(file: DataFile, batches: Callable[[], Iterator[Any]]) -> Iterator[Row]:
+    import pyarrow
+
+    number = 0
     try:
-        number = 0
-        for batch in pyarrow.parquet.ParquetFile(file.path).iter_batches():
+        for batch in batches():
             for value in batch.to_pylist():
                 number += 1
                 yield Row(f"{file.name}:row {number}", value)
     except pyarrow.ArrowException as error:
-        raise DataError("a .parquet file can be read by pyarrow", seen=f"{file.name}: {error}") from None
+        rule = f"a {file.path.suffix} file can be read by pyarrow"
+        raise DataError(rule, seen=f"{file.name}: {error}", fix="write the file again") from None
 
 
 def _row(place: str, value: object) -> Row:
@@ -132,3 +158,14 @@ def _row(place: str, value: object) -> Row:
             "a row is a JSON object", seen=f"{place}: a {type(value).__name__}", fix="make it {...} or remove it"
         )
     return Row(place, value)
+
+
+_READERS: dict[str, Callable[[DataFile], Iterator[Row]]] = {
+    ".jsonl": _line_rows,
+    ".json": _line_rows,
+    ".txt": _text_rows,
+    ".csv": _csv_rows,
+    ".parquet": _parquet_rows,
+    ".arrow": _arrow_rows,
+}
+SUFFIXES = tuple(_READERS)

@@ -24,7 +24,13 @@ class Tally:
     def total(self) -> int:
         return sum(self._counts.values())
 
+    def entries(self) -> list[dict[str, str | int]]:
+        """The same as data: reason, rows, and the first place of each, the most frequent first."""
+        by_count = sorted(self._counts.items(), key=lambda item: -item[1])
+        return [{"reason": reason, "rows": n, "first": self._first[reason]} for reason, n in by_count]
+
     def __str__(self) -> str:
         """For example "2 rows without messages (first at a.jsonl:3), 1 row without trained tokens (...)"."""
-        by_count = sorted(self._counts.items(), key=lambda item: -item[1])
-        return ", ".join(f"{counted(n, 'row')} {reason} (first at {self._first[reason]})" for reason, n in by_count)
+        return ", ".join(
+            f"{counted(int(one['rows']), 'row')} {one['reason']} (first at {one['first']})" for one in self.entries()
+        )

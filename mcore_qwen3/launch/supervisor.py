@@ -221,7 +221,7 @@ class _Supervisor:
             _say(f"torchrun (pid {self._torchrun.pid}) failed, and no rank reported an error: {how}")
             return EXIT_FAULT
         exit_code = max((done.exit_code for done in read_done(self._run_dir)), default=0)
-        if self._stop is not None and exit_code == 0:
+        if self._stop is not None and exit_code in (0, self._exit_code_on_signal):
             _say(f"all ranks ended in order after {self._stop[0]}")
             return self._exit_code_on_signal
         return exit_code

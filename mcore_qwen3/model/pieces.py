@@ -131,7 +131,7 @@ def flat_range_blocks(start: int, stop: int, shape: Index) -> Iterator[tuple[int
         return
     row = math.prod(shape[1:])
     first, last = -(-start // row), stop // row  # full rows
-    if first > last or (start % row and first * row >= stop):  # inside one row
+    if first > last:  # inside one row
         yield from _in_row(start, stop, start // row, row, shape)
         return
     yield from _in_row(start, first * row, first - 1, row, shape)

@@ -42,7 +42,10 @@ class TrainLog:
         self._bar: Progress | None = None
         if active:
             directory.mkdir(parents=True, exist_ok=True)
+            cut = _ends_inside_a_line(self.path)
             self._file = self.path.open("a", encoding="utf-8")
+            if cut:
+                self._file.write("\n")
             self._write({"event": "start", "iteration": start_iteration})
             if sys.stdout.isatty():
                 self._open_bar()
@@ -86,7 +89,6 @@ class TrainLog:
         left = (self._train_iters - iteration) * self._mean_seconds(iteration)
         record = {
             "iteration": iteration,
-            "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": lr,
             "tokens": tokens,
@@ -97,6 +99,8 @@ class TrainLog:
             "memory_gib": memory,
             "seconds_left": left,
         }
+        if result.trained_tokens:  # a skipped step has no loss
+            record["loss"] = result.loss
         if result.balance_loss is not None:
             record["balance_loss"] = result.balance_loss
         self._write(record)
@@ -110,10 +114,10 @@ class TrainLog:
     def _show(self, iteration: int, lr: float, memory: float, left: float) -> None:
         results = [result for result, _, _ in self._window]
         trained = sum(result.trained_tokens for result in results)
-        loss = sum(result.loss * result.trained_tokens for result in results) / max(1, trained)
+        total = sum(result.loss * result.trained_tokens for result in results)
         seconds, tokens = sum(item[1] for item in self._window), sum(item[2] for item in self._window)
         last = results[-1]
-        parts = [f"loss {loss:.4f}"]
+        parts = [f"loss {total / trained:.4f}" if trained else "loss none"]
         if last.balance_loss is not None:
             parts.append(f"balance {last.balance_loss:.4f}")
         norm = "skipped: no trained token" if last.grad_norm is None else f"{last.grad_norm:.3f}"
@@ -155,11 +159,22 @@ class TrainLog:
         print(f"log: {self.path}; loss curve: {self.path.with_name(PLOT_FILE)}", flush=True)
 
 
+def _ends_inside_a_line(path: Path) -> bool:
+    """Whether a killed run has left half a record at the end of the log."""
+    return path.exists() and not path.read_bytes().endswith(b"\n")
+
+
 def read_log(path: Path) -> Iterator[dict[str, Any]]:
-    """The records that count: after a restart, those past the restored step are overruled by the new run's."""
+    """The records that count: after a restart, those past the restored step are overruled by the new run's.
+
+    Half a record that a killed run has left is none.
+    """
     records: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
         if record.get("event") == "start":
             records = [older for older in records if older["iteration"] <= record["iteration"]]
         else:

@@ -58,17 +58,22 @@ def ensure_state(optimizer: ChainedOptimizer) -> None:
             for group in part.optimizer.param_groups:
                 group["lr"] = 0.0
             part._init_optimizer_states_with_dummy_values()
+            _set_step(part, 0)  # it was none of the run's
 
 
 def set_step(optimizer: ChainedOptimizer, step: int) -> None:
     """Set the number of finished updates, which Adam's bias correction counts."""
     for part in optimizer.chained_optimizers:
-        for state in part.optimizer.state.values():
-            if "step" in state:  # torch: a tensor a parameter
-                state["step"] = torch.full_like(torch.as_tensor(state["step"]), step)
-        for group in part.optimizer.param_groups:
-            if "step" in group:  # apex and transformer-engine: a number a group
-                group["step"] = step
+        _set_step(part, step)
+
+
+def _set_step(part: DistributedOptimizer, step: int) -> None:
+    for state in part.optimizer.state.values():
+        if "step" in state:  # torch: a tensor a parameter
+            state["step"] = torch.full_like(torch.as_tensor(state["step"]), step)
+    for group in part.optimizer.param_groups:
+        if "step" in group:  # apex and transformer-engine: a number a group
+            group["step"] = step
 
 
 def state_parts(model: MegatronModule, optimizer: ChainedOptimizer, *, with_master: bool) -> Iterator[StatePart]:

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 from helpers.tiny import Sample
-from helpers.training import Layout, build
+from helpers.training import Layout, build, start_groups
 
 TINY = {
     "num_layers": 1,
@@ -35,7 +35,6 @@ def new_config(sizes: dict[str, Any], layout: Layout | None = None, **options: A
     from mcore_qwen3.arch.layout import resolve_layout
     from mcore_qwen3.arch.shape import ModelShape
     from mcore_qwen3.model.config import ModelOptions, transformer_config
-    from mcore_qwen3.runtime import groups
 
     layout = layout or Layout()
     sizes = {**TINY, **sizes}
@@ -49,8 +48,7 @@ def new_config(sizes: dict[str, Any], layout: Layout | None = None, **options: A
         sequence_parallel=options.pop("sequence_parallel", False),
         shape=shape,
     )
-    groups.start_model_parallel(resolved)
-    groups.seed_everything(1)
+    start_groups(resolved)
     chosen = ModelOptions(**options)
     return shape, resolved, chosen, transformer_config(shape, resolved, chosen)
 
@@ -210,7 +208,9 @@ def all_flat_ranges(shapes: list[tuple[int, ...]]) -> int:
                 blocks = list(flat_range_blocks(start, stop, shape))
                 values = [numbered[block.slices].flatten().tolist() for _, block in blocks]
                 case = f"shape {shape}, range {start} to {stop}: {blocks}"
-                assert sum(values, []) == list(range(start, stop)), f"{case} holds {values}"
+                assert [value for part in values for value in part] == list(range(start, stop)), (
+                    f"{case} holds {values}"
+                )
                 assert [flat for flat, _ in blocks] == [part[0] for part in values], case
                 assert all(tuple(numbered[block.slices].shape) == block.sizes for _, block in blocks), case
                 assert len(blocks) <= 2 * len(shape) - 1, case

@@ -175,7 +175,7 @@ def test_all_missing_keys_are_named_at_once() -> None:
         ({"decoder_sparse_step": 2}, ["decoder_sparse_step must be 1", "a dense model has no experts"]),
         ({"mlp_only_layers": [0]}, ["mlp_only_layers must be []", "[0]"]),
         ({"layer_types": ["full_attention"]}, ["layer_types", "2 layers"]),
-        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config must be None", "fp8", "bf16 release"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config must be null", "fp8", "bf16 release"]),
         ({"auto_map": {"AutoConfig": "x.Y"}}, ["auto_map must be None"]),
         ({"torch_dtype": "int8"}, ["torch_dtype must be one of bfloat16, float16, float32", "'int8'"]),
         ({"num_experts": 4}, ["unknown key 'num_experts' for model_type qwen3", "remove the key"]),

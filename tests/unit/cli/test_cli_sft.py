@@ -184,7 +184,10 @@ def test_data_is_prepared_before_the_ranks_start(
     assert main(["sft", *argv]) == 7
     ((plan, module_argv, options, cached),) = calls
     assert (plan.world_size, module_argv) == (2, ["-m", "mcore_qwen3", "sft", *argv])
-    assert options == {"exit_grace": 5, "exit_code_on_signal": 143, "extra_env": {}}
+    (folder,) = (path for path in cached if path.is_dir())
+    # The ranks find the folder by this, and read and hash no data file again.
+    prepared = {"MCORE_QWEN3_PREPARED_DATA": str(folder)}
+    assert options == {"exit_grace": 5, "exit_code_on_signal": 143, "extra_env": prepared}
     assert cached != []
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""  # --device cpu hides the GPUs
 

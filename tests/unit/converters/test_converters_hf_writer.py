@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from converter_kit import load_all, shape_of, tiny_shape, write_torch_dist
+from safetensors.torch import save_file
 
 from mcore_qwen3.converters import HFSource, TorchDistSource, hf_writer, staging, write_hf
 from mcore_qwen3.errors import ConversionError
@@ -92,13 +93,29 @@ def test_dtypes(copy_of: CopyOf, tmp_path: Path) -> None:
     with HFSource(directory, shape) as source:
         kept = write_hf(source, tmp_path / "kept", directory, shape)
         cast = write_hf(source, tmp_path / "cast", directory, shape, dtype="bfloat16")
-        with pytest.raises(ConversionError, match=r"export dtype must be one of .*int8"):
+        with pytest.raises(ConversionError, match=r"dtype of weights must be one of .*int8"):
             write_hf(source, tmp_path / "int8", directory, shape, dtype="int8")
     assert not any("torch_dtype changed" in line or "cast" in line for line in kept.changes)
-    assert cast.changes[0] == "weights cast from float32 to bfloat16"
+    assert cast.changes[:2] == (
+        "weights cast from float32 to bfloat16",
+        "the router stays in float32, as it is in the source",
+    )
     assert "config.json: torch_dtype changed from 'float32' to 'bfloat16'" in cast.changes
     assert json.loads((cast.path / "config.json").read_text())["torch_dtype"] == "bfloat16"
-    assert same_bits(load_all(cast.path), {name: tensor.bfloat16() for name, tensor in original.items()})
+    assert same_bits(load_all(cast.path), {n: t if "mlp.gate." in n else t.bfloat16() for n, t in original.items()})
+
+
+@pytest.mark.parametrize(("keep_router", "value"), [(True, 1.0009765625), (False, 1.0)])
+def test_the_router_s_precision(copy_of: CopyOf, tmp_path: Path, keep_router: bool, value: float) -> None:
+    """B19: 1 + 2^-10 needs more bits than bf16 has."""
+    directory = copy_of("moe")
+    tensors = load_all(directory)
+    tensors["model.layers.1.mlp.gate.weight"].fill_(1 + 2**-10)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    report = export(directory, tmp_path / "export", dtype="bfloat16", keep_router=keep_router)
+    written = load_all(report.path)["model.layers.1.mlp.gate.weight"]
+    assert set(written.float().flatten().tolist()) == {value}
+    assert ("the router stays in float32, as it is in the source" in report.changes) == keep_router
 
 
 def official_config() -> dict:

@@ -71,6 +71,7 @@ def prepared_data(
             "sample_multiple": sample_multiple,
             "pad_token_id": PAD,
             "largest_token_id": 10_000,
+            "table": [],
             "report": [],
         }
 

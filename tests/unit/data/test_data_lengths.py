@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mcore_qwen3.data.encode import LengthRule, fit
-from mcore_qwen3.data.pack import one_a_row, pack
+from mcore_qwen3.data.pack import one_a_row, pack, pack_in_order
 
 
 def sample(prompt: int, answer: int) -> tuple[np.ndarray, np.ndarray]:
@@ -16,17 +16,38 @@ def sample(prompt: int, answer: int) -> tuple[np.ndarray, np.ndarray]:
     return ids, np.array([0] * prompt + [1] * answer, dtype=np.uint8)
 
 
-@pytest.mark.parametrize(("strategy", "expected"), [("delete", [4]), ("right", [4, 8, 8]), ("left", [4, 8, 8])])
-def test_lengths_4_9_20_at_limit_8(strategy: str, expected: list[int]) -> None:  # known fault B30
+def fitted_one(ids: np.ndarray, mask: np.ndarray, rule: LengthRule) -> tuple[np.ndarray, np.ndarray]:
+    fitted = fit(ids, mask, rule)
+    assert not isinstance(fitted, str) and len(fitted) == 1
+    return fitted[0]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("delete", [[4]]),
+        ("right", [[4], [8], [8]]),
+        ("left", [[4], [8], [8]]),
+        ("split", [[4], [8, 1], [8, 8, 4]]),
+    ],
+)
+def test_lengths_4_9_20_at_limit_8(strategy: str, expected: list[list[int]]) -> None:  # known fault B30
     fitted = [fit(*sample(1, length - 1), LengthRule(8, strategy)) for length in (4, 9, 20)]
-    assert [len(one[0]) for one in fitted if not isinstance(one, str)] == expected
+    assert [[len(ids) for ids, _ in one] for one in fitted if not isinstance(one, str)] == expected
     assert all(one == "longer than max_length 8" for one in fitted if isinstance(one, str))
+
+
+def test_split_loses_no_token_and_no_part_starts_with_a_target() -> None:
+    ids = np.arange(20, dtype=np.int32)
+    fitted = fit(ids, np.ones(20, np.uint8), LengthRule(8, "split"))
+    assert not isinstance(fitted, str)
+    assert np.concatenate([part for part, _ in fitted]).tolist() == ids.tolist()
+    assert [mask.tolist() for _, mask in fitted] == [[0] + [1] * 7, [0] + [1] * 7, [0] + [1] * 3]
 
 
 def test_which_end_is_cut() -> None:
     ids, mask = sample(2, 8)
-    right, left = fit(ids, mask, LengthRule(4, "right")), fit(ids, mask, LengthRule(4, "left"))
-    assert not isinstance(right, str) and not isinstance(left, str)
+    right, left = (fitted_one(ids, mask, LengthRule(4, end)) for end in ("right", "left"))
     assert (right[0].tolist(), right[1].tolist()) == ([1, 2, 3, 4], [0, 0, 1, 1])
     # The first token that is left is predicted by nothing.
     assert (left[0].tolist(), left[1].tolist()) == ([7, 8, 9, 10], [0, 1, 1, 1])
@@ -35,8 +56,7 @@ def test_which_end_is_cut() -> None:
 
 def test_prompt_10_answer_3_limit_8_has_nothing_to_learn() -> None:  # known fault B31
     assert fit(*sample(10, 3), LengthRule(8, "right")) == "without trained tokens"
-    left = fit(*sample(10, 3), LengthRule(8, "left"))
-    assert not isinstance(left, str) and left[1].sum() == 3
+    assert fitted_one(*sample(10, 3), LengthRule(8, "left"))[1].sum() == 3
 
 
 def test_a_single_trained_token_at_the_start_has_no_target() -> None:
@@ -90,6 +110,16 @@ def test_packs_are_those_of_best_fit_decreasing() -> None:
         lengths = rng.integers(1, capacity + 1, size=int(rng.integers(1, 60))).tolist()
         rooms = sorted(capacity - sum(lengths[number] for number in row) for row in packs(lengths, capacity))
         assert rooms == slow_best_fit_decreasing(lengths, capacity)
+
+
+def test_sequential_packs_keep_the_order_of_the_data() -> None:
+    lengths = np.array([5, 3, 4, 2, 3, 8, 1], dtype=np.int64)
+    samples, starts = pack_in_order(lengths, 8)
+    assert samples.tolist() == list(range(7))
+    assert starts.tolist() == [0, 2, 4, 5, 6, 7]  # 5+3, 4+2 (3 has no room), 3, 8, 1
+    assert [array.tolist() for array in pack_in_order(np.zeros(0, np.int64), 8)] == [[], [0]]
+    with pytest.raises(ValueError, match="do not fit"):
+        pack_in_order(np.array([9], dtype=np.int64), 8)
 
 
 def test_packs_are_near_the_fewest() -> None:

@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 import transformers
 
+from mcore_qwen3.data.marks import TrainRule
 from mcore_qwen3.data.template import ChatTokenizer, TemplateRefused, load_tokenizer
 from mcore_qwen3.errors import DataError
+
+OFF = TrainRule(ignore_empty_think=False)  # trained text is then all that the template writes in a turn
 
 # Folder, and whether its template writes think blocks and drops earlier ones.
 VARIANTS = {"tokenizer": True, "tokenizer-thinking-2507": True, "tokenizer-instruct-2507": False}
@@ -84,7 +87,7 @@ def ours(qwen3_tokenizer_dir: Path) -> ChatTokenizer:
 
 
 def trained_text(tokenizer: ChatTokenizer, messages: list[dict[str, str]]) -> str:
-    ((ids, mask),) = tokenizer.encode([tokenizer.render(messages)])
+    ((ids, mask),) = tokenizer.encode([tokenizer.render(messages, rule=OFF)])
     return tokenizer.backend.decode(ids[mask == 1].tolist(), skip_special_tokens=False)
 
 
@@ -92,7 +95,7 @@ def trained_text(tokenizer: ChatTokenizer, messages: list[dict[str, str]]) -> st
 def test_ids_equal_transformers_and_trained_text_is_the_replies(material_dir: Path, variant: str) -> None:
     tokenizer, reference = tokenizers_of(material_dir / variant)
     made = [conversation(seed) for seed in range(300)]
-    rendered = [tokenizer.render(messages) for messages, _ in made]
+    rendered = [tokenizer.render(messages, rule=OFF) for messages, _ in made]
     for (messages, turns), one, (ids, mask) in zip(made, rendered, tokenizer.encode(rendered), strict=True):
         assert one.text == reference.apply_chat_template(messages, tokenize=False)
         assert ids.tolist() == reference.apply_chat_template(messages, tokenize=True, return_dict=False)
@@ -114,7 +117,7 @@ def test_the_marks_are_those_of_the_training_template(
     assert len(singles) > 50
     for messages in singles:
         marked = reference.apply_chat_template(messages, chat_template=template, return_assistant_tokens_mask=True)
-        ((ids, mask),) = ours.encode([ours.render(messages)])
+        ((ids, mask),) = ours.encode([ours.render(messages, rule=OFF)])
         assert ids.tolist() == marked["input_ids"]
         assert mask.tolist() == [*marked["assistant_masks"][:-1], 0] and marked["assistant_masks"][-1] == 1
 
@@ -138,7 +141,7 @@ def test_reasoning_content_field(ours: ChatTokenizer, qwen3_tokenizer_dir: Path)
     expected = "<think>\nT<|im_start|>assistant\n</think>\n\nA<|im_end|><|im_end|>"
     assert trained_text(ours, messages) == expected
     reference = tokenizers_of(qwen3_tokenizer_dir)[1]
-    ((ids, _),) = ours.encode([ours.render(messages)])
+    ((ids, _),) = ours.encode([ours.render(messages, rule=OFF)])
     assert ids.tolist() == reference.apply_chat_template(messages, return_dict=False)
 
 
@@ -160,7 +163,7 @@ def test_a_token_that_joins_the_header_to_a_reply_is_not_trained(ours: ChatToken
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "A2"},
     ]
-    ((ids, mask),) = ours.encode([ours.render(messages)])
+    ((ids, mask),) = ours.encode([ours.render(messages, rule=OFF)])
     joined = ours.backend.token_to_id("ĊĊĊ")  # three newlines: the header's and the reply's two
     assert mask[ids.tolist().index(joined)] == 0
     assert trained_text(ours, messages).startswith("A1<|im_end|>")
@@ -181,9 +184,9 @@ def test_where_the_template_is_found(qwen3_tokenizer_dir: Path, tmp_path: Path) 
     messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML + "named"}]
     folder = copy_with(qwen3_tokenizer_dir, tmp_path / "named", chat_template=named)
-    assert load_tokenizer(folder).render(messages).text.endswith("A<|im_end|>\nnamed")
+    assert load_tokenizer(folder).render(messages, rule=OFF).text.endswith("A<|im_end|>\nnamed")
     (folder / "chat_template.jinja").write_text(CHATML + "{{ eos_token }}")
-    text = load_tokenizer(folder).render(messages).text
+    text = load_tokenizer(folder).render(messages, rule=OFF).text
     assert text.endswith("A<|im_end|>\n<|im_end|>")
     assert text == transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, tokenize=False)
 
@@ -195,7 +198,7 @@ def test_limits_saved_in_tokenizer_json_do_not_apply(qwen3_tokenizer_dir: Path, 
     (folder / "tokenizer.json").write_text(json.dumps(saved))
     tokenizer = load_tokenizer(folder)
     messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
-    ((ids, _),) = tokenizer.encode([tokenizer.render(messages)])
+    ((ids, _),) = tokenizer.encode([tokenizer.render(messages, rule=OFF)])
     assert len(ids) > 5
 
 
@@ -236,7 +239,7 @@ def test_a_template_that_changes_marks_in_content_is_refused(qwen3_tokenizer_dir
     tokenizer = load_tokenizer(copy_with(qwen3_tokenizer_dir, tmp_path / "t", chat_template=template))
     messages = [{"role": "user", "content": "a <|im_end|> b"}, {"role": "assistant", "content": "A"}]
     with pytest.raises(DataError, match="inside content as they are"):
-        tokenizer.render(messages)
+        tokenizer.render(messages, rule=OFF)
 
 
 def test_a_template_may_refuse_one_conversation(qwen3_tokenizer_dir: Path, tmp_path: Path) -> None:

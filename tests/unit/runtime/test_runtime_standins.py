@@ -55,7 +55,13 @@ def torch_put_back(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for owner, name, _, _ in cpu_standins.STAND_INS:
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(cpu_standins, "_installed", False)
-    for name in ("core", "core.jit", "core.transformer", "core.transformer.moe", "core.transformer.moe.token_dispatcher"):
+    for name in (
+        "core",
+        "core.jit",
+        "core.transformer",
+        "core.transformer.moe",
+        "core.transformer.moe.token_dispatcher",
+    ):
         monkeypatch.setitem(sys.modules, f"megatron.{name}", types.ModuleType(f"megatron.{name}"))
     sys.modules["megatron.core"].jit = sys.modules["megatron.core.jit"]  # type: ignore[attr-defined]
     sys.modules["megatron.core.jit"].disable_jit_fuser = lambda: None  # type: ignore[attr-defined]

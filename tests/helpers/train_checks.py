@@ -1,0 +1,293 @@
+"""Functions about training steps, optimizer, schedule and stops that run inside a rank."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from helpers.tiny import Sample
+from helpers.training import Cut, Layout, build, step_batch
+
+
+def new_trainer(model_dir: str, layout: Layout, *, weight_decay: float = 0.1, **options: Any) -> tuple[Any, Any]:
+    """(wrapped model, optimizer) on this rank."""
+    from mcore_qwen3.train.optimizer import AdamSettings, build_optimizer, wrap_for_data_parallel
+
+    _, model = build(model_dir, layout, **options)
+    ddp = wrap_for_data_parallel(model)
+    return ddp, build_optimizer(ddp, AdamSettings(weight_decay=weight_decay))
+
+
+def batch_of(rows: list[Sample], cut: Cut, layout: Layout) -> Any:
+    """This rank's part of a global batch."""
+    from megatron.core import parallel_state
+
+    return step_batch(rows, cut, layout.data, parallel_state.get_data_parallel_rank(), 2 * layout.tensor)
+
+
+def copies(ddp: Any) -> dict[str, torch.Tensor]:
+    """The weights as they are now."""
+    return {name: parameter.detach().clone() for name, parameter in ddp.named_parameters()}
+
+
+def changed(ddp: Any, before: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the parameters that are not bit for bit what they were; NaN equals NaN."""
+    now = copies(ddp)
+    return [name for name, old in before.items() if not torch.equal(old.nan_to_num(7e7), now[name].nan_to_num(7e7))]
+
+
+def adam_steps(optimizer: Any) -> set[float]:
+    """The numbers of updates that Adam has counted."""
+    states = [state for part in optimizer.chained_optimizers for state in part.optimizer.state.values()]
+    return {float(state["step"]) for state in states}
+
+
+def moments(optimizer: Any) -> list[torch.Tensor]:
+    """All moments of this rank."""
+    states = [state for part in optimizer.chained_optimizers for state in part.optimizer.state.values()]
+    return [state[name].clone() for state in states for name in ("exp_avg", "exp_avg_sq")]
+
+
+def scheduler_curve(style: str, lr: float, min_lr: float, warmup: int, decay: int, steps: int) -> list[float]:
+    """The learning rates of megatron's scheduler after 0, 1, ... finished steps."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    group: dict[str, Any] = {"lr": 0.0}
+    scheduler = OptimizerParamScheduler(
+        SimpleNamespace(param_groups=[group]),  # type: ignore[arg-type]
+        init_lr=0.0,
+        max_lr=lr,
+        min_lr=min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=style,
+        start_wd=0.1,
+        end_wd=0.1,
+        wd_incr_steps=decay,
+        wd_incr_style="constant",
+    )
+    curve = []
+    for _ in range(steps):
+        curve.append(group["lr"])
+        scheduler.step(1)
+    return curve
+
+
+def stop_requests(signals_by_rank: list[int]) -> str:
+    """What the ranks agree on when each got the signal of its place (0 = none)."""
+    import torch.distributed as dist
+
+    from mcore_qwen3.train.loop import StopRequest
+
+    stop = StopRequest()
+    signum = signals_by_rank[dist.get_rank()]
+    if not signum:
+        return stop.agreed()
+    earlier = signal.signal(signum, lambda number, frame: stop.set(number))
+    try:
+        signal.raise_signal(signum)
+        return stop.agreed()
+    finally:
+        signal.signal(signum, earlier)
+
+
+def tracker_writes(directory: str, texts: list[str], *, full_disk: bool) -> str:
+    """Write the tracker several times; with `full_disk` the move into place fails. Returns the error, or ""."""
+    from pathlib import Path
+    from unittest import mock
+
+    from mcore_qwen3.train import checkpoint
+
+    def refuse(source: Any, target: Any) -> None:
+        raise OSError("no space left on device")
+
+    real = checkpoint.os.replace
+    with mock.patch.object(checkpoint.os, "replace", refuse if full_disk else real):
+        try:
+            for text in texts:
+                checkpoint.write_tracker(Path(directory), text)
+        except OSError as error:
+            return str(error)
+    return ""
+
+
+def non_finite_gradient(model_dir: str, rows: list[Sample], layout: Layout, bad: float, on_rank: int) -> dict[str, Any]:
+    """One good step, then one whose reduced gradient has one bad value on one rank; what happened to the weights."""
+    import torch.distributed as dist
+
+    from mcore_qwen3.train.optimizer import NonFiniteError, update, zero_gradients
+    from mcore_qwen3.train.step import run_schedule, train_step
+
+    ddp, optimizer = new_trainer(model_dir, layout)
+    batch = batch_of(rows, Cut(), layout)
+    before = copies(ddp)
+    train_step(ddp, optimizer, batch, 1e-3)
+    moved = changed(ddp, before)
+    weights, state = copies(ddp), moments(optimizer)
+    zero_gradients(ddp, optimizer)
+    run_schedule(ddp, batch.micro_batches, forward_only=False)
+    if dist.get_rank() == on_rank:
+        bucket = ddp.buffers[0].buckets[0].grad_data
+        bucket[dist.get_rank() * (bucket.numel() // layout.data)] = bad  # in the part that this rank updates
+    try:
+        update(optimizer, 1e-3)
+        message = ""
+    except NonFiniteError as error:
+        message = str(error)
+    return {
+        "error": message,
+        "moved by the good step": len(moved) / len(before),
+        "changed": changed(ddp, weights),
+        "moments kept": all(map(torch.equal, state, moments(optimizer))),
+        "steps": adam_steps(optimizer),
+    }
+
+
+def zero_gradient_step(model_dir: str, lr: float, weight_decay: float, **options: Any) -> dict[str, tuple[int, float]]:
+    """A step without any gradient; name -> (axes, largest |new - old * (1 - lr * decay)| where decayed, else |new - old|)."""
+    from mcore_qwen3.train.optimizer import update, zero_gradients
+
+    ddp, optimizer = new_trainer(model_dir, Layout(), weight_decay=weight_decay, **options)
+    before = copies(ddp)
+    zero_gradients(ddp, optimizer)
+    assert update(optimizer, lr) == 0.0
+    found = {}
+    for name, new in copies(ddp).items():
+        wanted = before[name] * (1 - lr * weight_decay) if new.dim() > 1 else before[name]
+        found[name] = (new.dim(), float((new - wanted).abs().max() / before[name].abs().max()))
+    return found
+
+
+def allocated_state(model_dir: str, rows: list[Sample], **options: Any) -> dict[str, Any]:
+    """What allocating the moments of a fresh optimizer does, and whether the first step is as without it."""
+    from mcore_qwen3.train.optimizer_state import ensure_state, set_step
+    from mcore_qwen3.train.step import train_step
+
+    after = []
+    facts: dict[str, Any] = {}
+    for allocate in (True, False):
+        ddp, optimizer = new_trainer(model_dir, Layout(), **options)
+        if allocate:
+            before = copies(ddp)
+            ensure_state(optimizer)
+            facts["changed"] = changed(ddp, before)
+            facts["moments"] = float(max(tensor.abs().max() for tensor in moments(optimizer)))
+            facts["steps at first"] = adam_steps(optimizer)
+        train_step(ddp, optimizer, batch_of(rows, Cut(), Layout()), 1e-3)
+        facts["steps then"] = adam_steps(optimizer)
+        after.append(copies(ddp))
+        if allocate:
+            kept = moments(optimizer)
+            ensure_state(optimizer)  # has nothing to do any more
+            facts["moments kept"] = all(map(torch.equal, kept, moments(optimizer)))
+    facts["same first step"] = all(torch.equal(after[0][name], after[1][name]) for name in after[0])
+    set_step(optimizer, 7)
+    facts["steps when set"] = adam_steps(optimizer)
+    return facts
+
+
+def steps_with_cuts(model_dir: str, rows: list[Sample], cuts: list[Cut]) -> list[dict[str, float]]:
+    """Evaluation loss, training loss and grad norm of the first step, by how the batch is cut."""
+    from mcore_qwen3.train.step import evaluate_step, train_step
+
+    found = []
+    for cut in cuts:
+        ddp, optimizer = new_trainer(model_dir, Layout())
+        batch = batch_of(rows, cut, Layout())
+        total, trained = evaluate_step(ddp, batch)
+        result = train_step(ddp, optimizer, batch, 1e-3)
+        found.append(
+            {
+                "eval": total / trained,
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "trained": result.trained_tokens,
+            }
+        )
+    return found
+
+
+def bad_step(model_dir: str, rows: list[Sample], fault: str) -> dict[str, Any]:
+    """One step with a fault: "nan weight", "wrong count" or "nothing trained"; its result, error and changed weights."""
+    from mcore_qwen3.train.optimizer import NonFiniteError
+    from mcore_qwen3.train.step import train_step
+
+    ddp, optimizer = new_trainer(model_dir, Layout())
+    batch = batch_of(rows, Cut(), Layout())
+    if fault == "nan weight":
+        with torch.no_grad():
+            ddp.module.decoder.layers[0].self_attention.linear_qkv.weight[3, 4] = math.nan
+    elif fault == "wrong count":
+        batch = replace(batch, global_trained_tokens=batch.global_trained_tokens + 1)
+    before = copies(ddp)
+    fields, message = None, ""
+    try:
+        fields = asdict(train_step(ddp, optimizer, batch, 1e-3))
+    except (NonFiniteError, RuntimeError) as error:
+        message = f"{type(error).__name__}: {error}"
+    return {"result": fields, "error": message, "changed": changed(ddp, before)}
+
+
+def loop_story(
+    directory: str, train_iters: int, eval_interval: int, save_interval: int, stop_at: int, **state_before: Any
+) -> list[str]:
+    """What the training loop does in which order, with steps, evaluation and saving replaced by notes."""
+    from pathlib import Path
+    from unittest import mock
+
+    from mcore_qwen3.runtime.device import cpu
+    from mcore_qwen3.train import loop
+    from mcore_qwen3.train.log import TrainLog
+    from mcore_qwen3.train.schedule import LearningRate
+    from mcore_qwen3.train.state import TrainState
+    from mcore_qwen3.train.step import StepResult
+
+    story: list[str] = []
+    stop = loop.StopRequest()
+    batch = SimpleNamespace(global_tokens=10)
+
+    def step(model: Any, optimizer: Any, batch: Any, lr: float) -> StepResult:
+        story.append(f"step lr {lr:.1f}")
+        if len([line for line in story if line.startswith("step")]) == stop_at:
+            stop.set(signal.SIGTERM)
+        return StepResult(1.0, 5, None, 0.5)
+
+    def save(root: Path, state: TrainState, model: Any, optimizer: Any, writer: Any) -> Path:
+        moments = "with" if optimizer else "without"
+        story.append(f"save {state.iteration} {state.consumed_samples} {state.stopped_by or '-'} {moments} moments")
+        return root / f"iter_{state.iteration}"
+
+    parts: Any = loop.Parts(
+        device=cpu(),
+        model=None,  # type: ignore[arg-type]
+        optimizer=object(),  # type: ignore[arg-type]
+        schedule=LearningRate(lr=10.0, min_lr=0.0, style="linear", warmup_iters=0, decay_iters=10),
+        batches=iter([batch] * train_iters),  # type: ignore[list-item]
+        evaluation=lambda: iter([batch, batch]),  # type: ignore[list-item]
+        writer=None,  # type: ignore[arg-type]
+        after_save=lambda path: story.append(f"after {path.name}"),
+        log=TrainLog(Path(directory), train_iters, 1, active=False, start_iteration=0),
+    )
+    plan = loop.Plan(
+        train_iters=train_iters,
+        global_batch_size=4,
+        eval_interval=eval_interval,
+        save_interval=save_interval,
+        save=Path(directory),
+        save_optimizer=stop_at > 0,
+    )
+
+    def evaluate(model: Any, batch: Any) -> tuple[float, int]:
+        story.append("evaluate")
+        return 3.0, 2
+
+    replaced: dict[str, Callable] = {"train_step": step, "evaluate_step": evaluate, "save_checkpoint": save}
+    with mock.patch.multiple(loop, **replaced):
+        state = loop.train(plan, parts, TrainState(**state_before), stop)
+    story.append(f"stopped by {state.stopped_by} after {state.iteration}, {state.trained_tokens} trained")
+    return story

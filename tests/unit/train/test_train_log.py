@@ -1,0 +1,118 @@
+"""The run's log: printed lines, `train_log.jsonl`, the loss curve."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from helpers.log_checks import log_records, plotted_lines, write_log
+from helpers.ranks import pool
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def write(directory: Path, steps: list[dict[str, Any]], **options: Any) -> str:
+    return pool(1).run(write_log, directory=str(directory), steps=steps, **options)[0]
+
+
+def records(directory: Path) -> list[dict[str, Any]]:
+    return pool(1).run(log_records, directory=str(directory))[0]
+
+
+def lines_of(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "train_log.jsonl").read_text().splitlines()]
+
+
+def test_a_record_for_each_step(tmp_path: Path) -> None:
+    write(tmp_path, [{"loss": 2.0, "balance_loss": 1.5}, {"loss": 1.0, "tokens": 300, "eval_loss": 0.75}])
+    start, first, second, evaluation = lines_of(tmp_path)
+    assert start == {"event": "start", "iteration": 0}
+    assert first.pop("seconds_left") >= 0
+    assert first == {
+        "iteration": 1,
+        "loss": 2.0,
+        "balance_loss": 1.5,
+        "grad_norm": 0.5,
+        "lr": 1e-3,
+        "tokens": 100,
+        "trained_tokens": 50,
+        "tokens_per_second": 200.0,
+        "step_seconds": 0.5,
+        "data_wait_seconds": 0.1,
+        "memory_gib": 1.25,
+    }
+    assert (second["iteration"], second["tokens_per_second"]) == (2, 600.0)
+    assert "balance_loss" not in second
+    assert evaluation == {"event": "eval", "iteration": 2, "eval_loss": 0.75, "trained_tokens": 7}
+
+
+def test_lines_are_means_since_the_last_one(tmp_path: Path) -> None:
+    steps: list[dict[str, Any]] = [
+        {"loss": 9.0},
+        {"loss": 1.0, "trained_tokens": 10},
+        {"loss": 2.0, "trained_tokens": 10, "tokens": 500},
+        {"loss": 4.0, "trained_tokens": 30},
+        {"loss": 8.0, "balance_loss": 1.25},
+    ]
+    printed = write(tmp_path, steps, train_iters=5, log_interval=2).splitlines()
+    shown = [line.split(" | ")[:-1] for line in printed if line.startswith("step")]
+    rest = ["grad norm 0.500", "lr 1.000e-03"]
+    assert shown == [
+        ["step 1/5", "loss 9.0000", *rest, "200 tokens/s", "1.25 GiB"],
+        ["step 2/5", "loss 1.0000", *rest, "200 tokens/s", "1.25 GiB"],
+        ["step 4/5", "loss 3.5000", *rest, "600 tokens/s", "1.25 GiB"],
+        ["step 5/5", "loss 8.0000", "balance 1.2500", *rest, "200 tokens/s", "1.25 GiB"],
+    ]
+    assert all(line.endswith(" left") for line in printed if line.startswith("step"))
+    assert printed[-1] == f"log: {tmp_path}/train_log.jsonl; loss curve: {tmp_path}/loss.png"
+
+
+def test_a_bar_on_a_terminal(tmp_path: Path) -> None:
+    printed = write(tmp_path, [{}, {"loss": 2.5, "eval_loss": 0.75}], train_iters=4, terminal=True)
+    assert "2/4" in printed and "loss 2.5000" in printed
+    assert "step 2/4 | eval loss 0.7500 over 7 tokens" in printed
+
+
+def test_only_the_first_rank_writes(tmp_path: Path) -> None:
+    assert write(tmp_path / "save", [{"eval_loss": 1.0}], active=False) == ""
+    assert not (tmp_path / "save").exists()
+
+
+def test_a_skipped_step_has_no_loss(tmp_path: Path) -> None:
+    # A loss of 0.0 in the log, or a dip of the curve to zero, would tell a lie (known fault B46).
+    skipped: dict[str, Any] = {"loss": 0.0, "trained_tokens": 0, "grad_norm": None}
+    printed = write(tmp_path, [skipped, {"loss": 2.0}, skipped], log_interval=1)
+    shown = [line.split(" | ")[1:3] for line in printed.splitlines() if line.startswith("step")]
+    nothing = ["loss none", "grad norm skipped: no trained token"]
+    assert shown == [nothing, ["loss 2.0000", "grad norm 0.500"], nothing]
+    _, first, second, third = lines_of(tmp_path)
+    assert "loss" not in first and "loss" not in third and second["loss"] == 2.0
+    assert first["trained_tokens"] == 0
+    assert pool(1).run(plotted_lines, directory=str(tmp_path))[0] == (PNG, {"train": [[2], [2.0]]})
+
+
+def test_a_restart_overrules_what_it_does_again(tmp_path: Path) -> None:
+    write(tmp_path, [{"loss": 5.0, "eval_loss": 4.5}, {"loss": 4.0}, {"loss": 3.0, "eval_loss": 2.5}])
+    write(tmp_path, [{"loss": 3.25, "eval_loss": 2.75}], start=2)  # from the checkpoint of step 2
+    seen = [(record["iteration"], record.get("loss", record.get("eval_loss"))) for record in records(tmp_path)]
+    assert seen == [(1, 5.0), (1, 4.5), (2, 4.0), (3, 3.25), (3, 2.75)]
+    curves = {"train": [[1, 2, 3], [5.0, 4.0, 3.25]], "eval": [[1, 3], [4.5, 2.75]]}
+    assert pool(1).run(plotted_lines, directory=str(tmp_path))[0] == (PNG, curves)
+    write(tmp_path, [{"loss": 6.0}], start=0)  # a run afresh in the same directory
+    assert [(record["iteration"], record["loss"]) for record in records(tmp_path)] == [(1, 6.0)]
+
+
+def test_a_line_cut_by_a_kill_is_no_record_and_harms_no_other(tmp_path: Path) -> None:
+    write(tmp_path, [{"loss": 5.0}, {"loss": 4.0}, {"loss": 3.0}], close=False)
+    log = tmp_path / "train_log.jsonl"
+    log.write_bytes(log.read_bytes()[:-40])
+    write(tmp_path, [{"loss": 4.5}], start=1)
+    assert [(record["iteration"], record["loss"]) for record in records(tmp_path)] == [(1, 5.0), (2, 4.5)]
+
+
+def test_the_curve_is_drawn_at_the_end(tmp_path: Path) -> None:
+    write(tmp_path, [{"loss": 5.0}])
+    assert (tmp_path / "loss.png").read_bytes()[:8] == PNG
+    write(tmp_path / "nothing", [])  # stopped before the first step: an empty picture, and no failure
+    assert (tmp_path / "nothing/loss.png").read_bytes()[:8] == PNG

@@ -1,0 +1,124 @@
+"""The loop's order of things, stops that all ranks agree on, and saves that are whole or not there."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from helpers.log_checks import save_with_fault
+from helpers.ranks import pool
+from helpers.train_checks import loop_story, stop_requests, tracker_writes
+
+from mcore_qwen3.train.state import TrainState
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@pytest.mark.parametrize(
+    ("signals", "name"),
+    [
+        ([0, 0], ""),
+        ([signal.SIGTERM, 0], "SIGTERM"),
+        ([0, signal.SIGUSR1], "SIGUSR1"),
+        ([signal.SIGINT, signal.SIGINT], "SIGINT"),
+    ],
+)
+def test_a_signal_that_one_rank_got_is_known_to_all(signals: list[int], name: str) -> None:
+    assert pool(2).run(stop_requests, signals_by_rank=[int(number) for number in signals]) == [name, name]
+
+
+def test_steps_evaluations_and_saves_in_order(tmp_path: Path) -> None:
+    args = {"directory": str(tmp_path), "train_iters": 5, "eval_interval": 2, "save_interval": 3}
+    assert pool(1).run(loop_story, **args, stop_at=0)[0] == [
+        "step lr 10.0",
+        "step lr 9.0",
+        *["evaluate"] * 2,
+        "step lr 8.0",
+        "save 3 12 - without moments",
+        "after iter_3",
+        "step lr 7.0",
+        *["evaluate"] * 2,
+        "step lr 6.0",
+        *["evaluate"] * 2,
+        "save 5 20 end without moments",
+        "after iter_5",
+        "stopped by end after 5, 25 trained",
+    ]
+
+
+def test_a_stop_saves_after_the_step_and_ends(tmp_path: Path) -> None:
+    args = {"directory": str(tmp_path), "train_iters": 5, "eval_interval": 9, "save_interval": 9}
+    assert pool(1).run(loop_story, **args, stop_at=2)[0] == [
+        "step lr 10.0",
+        "step lr 9.0",
+        "save 2 8 SIGTERM with moments",
+        "after iter_2",
+        "stopped by SIGTERM after 2, 10 trained",
+    ]
+
+
+def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    args = {"directory": str(tmp_path), "train_iters": 5, "eval_interval": 9, "save_interval": 9}
+    assert pool(1).run(loop_story, **args, stop_at=0, iteration=3, consumed_samples=12, stopped_by="SIGTERM")[0] == [
+        "step lr 7.0",
+        "step lr 6.0",
+        *["evaluate"] * 2,
+        "save 5 20 end without moments",
+        "after iter_5",
+        "stopped by end after 5, 10 trained",
+    ]
+
+
+def test_the_tracker_is_replaced_in_one_move(tmp_path: Path) -> None:
+    args = {"directory": str(tmp_path)}
+    assert pool(1).run(tracker_writes, **args, texts=["10", "20"], full_disk=False) == [""]
+    assert (tmp_path / TRACKER).read_text() == "20"
+    assert [path.name for path in tmp_path.iterdir()] == [TRACKER]
+    assert pool(1).run(tracker_writes, **args, texts=["30"], full_disk=True) == ["no space left on device"]
+    assert (tmp_path / TRACKER).read_text() == "20", "what was there stays whole until the new one is"
+
+
+def save(root: Path, iteration: int, fault: str = "", on_rank: int = 0) -> list[str]:
+    return pool(2).run(save_with_fault, root=str(root), iteration=iteration, fault=fault, on_rank=on_rank)
+
+
+def visible(root: Path) -> dict[str, set[str]]:
+    return {path.name: {file.name for file in path.iterdir()} for path in root.glob("iter_*")}
+
+
+WHOLE = {"rank_0", "rank_1", "sides", "train_state.json"}
+
+
+def test_a_save_is_whole_and_named_last(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    assert save(root, 3) == ["", ""]
+    assert save(root, 6) == ["", ""]
+    (root / "iter_0000006" / "stray").write_text("of an earlier run")
+    assert save(root, 6) == ["", ""]  # an earlier run's checkpoint of the same step is replaced
+    assert visible(root) == {"iter_0000003": WHOLE, "iter_0000006": WHOLE}
+    assert {path.name for path in root.iterdir()} == {TRACKER, "iter_0000003", "iter_0000006"}
+    assert (root / TRACKER).read_text() == "6"
+    assert TrainState.read(root / "iter_0000006") == TrainState(iteration=6, optimizer_steps=6, has_optimizer=False)
+
+
+@pytest.mark.parametrize(
+    ("fault", "on_rank", "what"),
+    [
+        ("create", 0, "could not create a directory for the checkpoint"),
+        ("tensors", 1, "could not write the tensors of the checkpoint"),
+        ("sides", 0, "could not complete the checkpoint"),
+    ],
+)
+def test_a_failed_save_is_told_on_every_rank_and_leaves_no_checkpoint(
+    tmp_path: Path, fault: str, on_rank: int, what: str
+) -> None:
+    assert save(tmp_path, 3) == ["", ""]
+    first, second = save(tmp_path, 6, fault, on_rank)
+    assert first == second
+    assert first.startswith(f"{what}; seen: rank {on_rank}, {tmp_path}/")
+    assert "OSError: no space left on device" in first
+    assert visible(tmp_path) == {"iter_0000003": WHOLE}
+    assert (tmp_path / TRACKER).read_text() == "3"
+    assert save(tmp_path, 6) == ["", ""], "what a failed save has left is no obstacle"
+    assert visible(tmp_path) == {"iter_0000003": WHOLE, "iter_0000006": WHOLE}
