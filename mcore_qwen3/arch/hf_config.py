@@ -57,8 +57,9 @@ _MOE_SPECIAL = {"decoder_sparse_step", "mlp_only_layers"}
 _FIELDS = {"qwen3": _COMMON_FIELDS, "qwen3_moe": _COMMON_FIELDS | _MOE_FIELDS}
 
 # Keys that need more than a type check; `translate` reads each of them.
-_SPECIAL = {"model_type", "architectures", "head_dim", "eos_token_id", "layer_types", "quantization_config"} | {
-    "rope_theta", "rope_parameters", "rope_scaling",
+_SPECIAL = {
+    "model_type", "architectures", "head_dim", "eos_token_id", "layer_types",
+    "rope_theta", "rope_parameters", "rope_scaling", "quantization_config",
 }  # fmt: skip
 
 # Keys that do not change what is trained, whatever their value.

@@ -21,6 +21,7 @@ from mcore_qwen3.arch import (
     resolve_batch,
     resolve_layout,
 )
+from mcore_qwen3.cli.moe_checks import check_moe
 from mcore_qwen3.cli.resume import ResumePoint, check_optimizer_state, find_resume_point
 from mcore_qwen3.config import Facts, ParsedRun, RunConfig, check_schedule, flags_without_effect, with_values
 from mcore_qwen3.errors import ConfigError
@@ -32,7 +33,8 @@ class ResolvedRun:
     """Everything that is known before torch is imported.
 
     ``config`` has every field filled in but these: ``transformer_impl`` stays ``auto`` (a rank chooses, and says why),
-    and ``recompute_*`` and ``lr_warmup_fraction`` stay None where they are not in use.
+    and ``recompute_*``, ``lr_warmup_fraction``, the pipeline's virtual stages and uneven ends, ``moe_z_loss_coeff`` and
+    ``moe_expert_capacity_factor`` stay None where they are not in use.
     ``vocab_size`` is the model's own, without padding. ``hf_files`` holds config.json and the tokenizer.
     ``resume`` is the checkpoint to continue. ``notes`` are lines to print once.
     """
@@ -117,16 +119,30 @@ def resolve(parsed: ParsedRun, world_size: int, environ: Mapping[str, str] = os.
         pipeline=parallel.pipeline_model_parallel_size,
         expert=parallel.expert_model_parallel_size,
         expert_tensor=parallel.expert_tensor_parallel_size,
+        context=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
+        virtual_pipeline=parallel.virtual_pipeline_model_parallel_size or 1,
+        first_stage_layers=parallel.decoder_first_pipeline_num_layers,
+        last_stage_layers=parallel.decoder_last_pipeline_num_layers,
+        account_for_embedding=parallel.account_for_embedding_in_pipeline_split,
+        account_for_loss=parallel.account_for_loss_in_pipeline_split,
         shape=shape,
     )
-    batch = resolve_batch(config.train.micro_batch_size, config.train.global_batch_size, layout.data)
+    batch = resolve_batch(
+        config.train.micro_batch_size,
+        config.train.global_batch_size,
+        layout.data,
+        pipeline=layout.pipeline,
+        virtual_pipeline=layout.virtual_pipeline,
+    )
     device = resolve_device(config, environ)
     _check_transformer_impl(config, device)
+    check_moe(config, shape, layout, device)
     filled, notes = _fill(parsed, shape, layout, device, environ)
     resume = find_resume_point(filled)
     facts = Facts(
         is_moe=shape.is_moe,
+        has_mlp=not all(shape.moe_layers),
         device=device,
         resumes=resume is not None,
         reads_load=resume is None or resume.from_load,
@@ -199,14 +215,15 @@ def _check_transformer_impl(config: RunConfig, device: str) -> None:
 
 
 def _max_length(config: RunConfig, shape: ModelShape) -> int:
-    limit = shape.max_position_embeddings
+    limit = shape.max_sequence_length
     if config.data.max_length is not None and config.data.max_length > limit:
+        yarn = "" if shape.rope_scaling is None else f", YaRN reaches {limit}"
         raise ConfigError(
-            "max_length must not be above the model's max_position_embeddings",
-            seen=f"--max_length {config.data.max_length}, max_position_embeddings {limit}",
+            "max_length must not be above the model's max_position_embeddings, or what YaRN stretches them to",
+            seen=f"--max_length {config.data.max_length}, max_position_embeddings {shape.max_position_embeddings}{yarn}",
             fix=f"--max_length {limit} or less",
         )
-    return config.data.max_length or limit
+    return config.data.max_length or shape.max_position_embeddings
 
 
 def default_cache(environ: Mapping[str, str] = os.environ) -> str:

@@ -20,6 +20,7 @@ ALIASES: dict[str, Alias] = {
     "use_flash_attn": Alias("attention_backend", {True: "flash", False: "auto"}),  # ms-swift v3, Megatron
     "seq_length": Alias("max_length"),  # ms-swift v3, Megatron
     "dataloader_num_workers": Alias("num_workers"),  # ms-swift v4
+    "num_virtual_stages_per_pipeline_rank": Alias("virtual_pipeline_model_parallel_size"),  # Megatron
     "eval_steps": Alias("eval_interval"),  # ms-swift v4
     "logging_steps": Alias("log_interval"),  # ms-swift v4
     "output_dir": Alias("save"),  # ms-swift v4

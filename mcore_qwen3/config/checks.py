@@ -18,6 +18,9 @@ def check(config: RunConfig, command: str) -> None:
     check_data(config.data, raw_text=command == "pt")
     _check_length(config, command)
     check_schedule(config)
+    _check_capacity(config)
+    if config.model.recompute_granularity == "selective" and not config.model.recompute_modules:
+        raise ConfigError("selective recompute needs a module", seen="recompute_modules is empty", fix="name core_attn")
 
 
 def warmup_iters(config: RunConfig) -> int:
@@ -69,4 +72,20 @@ def check_schedule(config: RunConfig) -> None:
             "the warm-up must be shorter than the decay",
             seen=f"--lr_warmup_iters {warmup}, {source} {decay}",
             fix=f"--lr_warmup_iters {decay - 1} or less, or a larger --{source}",
+        )
+
+
+def _check_capacity(config: RunConfig) -> None:
+    factor = config.model.moe_expert_capacity_factor
+    if factor is not None and factor <= 0:
+        raise ConfigError(
+            "moe_expert_capacity_factor must be above 0",
+            seen=f"--moe_expert_capacity_factor {factor}",
+            fix="a factor of 1 or more keeps an even share; leave it out to drop nothing",
+        )
+    if config.model.moe_pad_expert_input_to_capacity and factor is None:
+        raise ConfigError(
+            "moe_pad_expert_input_to_capacity needs a capacity",
+            seen="--moe_pad_expert_input_to_capacity true, moe_expert_capacity_factor unset",
+            fix="add --moe_expert_capacity_factor, or drop --moe_pad_expert_input_to_capacity",
         )

@@ -21,11 +21,13 @@ NEVER_USED = {
 class Facts:
     """What the flags alone do not tell.
 
+    ``is_moe``: some layer has experts. ``has_mlp``: some layer has none.
     ``resumes``: steps and state of an earlier run are read. ``reads_load``: --load is read at all.
     ``evaluates``: there is validation data, given or split off.
     """
 
     is_moe: bool
+    has_mlp: bool
     device: str
     resumes: bool
     reads_load: bool
@@ -34,9 +36,20 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class _Effect:
+    """Flags that do nothing where ``idle`` holds; ``part`` are the values that do, where the others still act."""
+
     flags: tuple[str, ...]
     because: str
     idle: Callable[[RunConfig, Facts], bool]
+    part: Callable[[RunConfig], tuple[str, ...]] = lambda config: ()
+
+
+def _modules(*names: str) -> Callable[[RunConfig], tuple[str, ...]]:
+    """Those of the modules to recompute that are among ``names``."""
+    return lambda config: tuple(name for name in config.model.recompute_modules if name in names)
+
+
+_OF_EXPERTS, _OF_MLP = _modules("moe_act", "moe"), _modules("mlp")
 
 
 def _is_bf16(config: RunConfig, facts: Facts) -> bool:
@@ -50,7 +63,20 @@ _TABLE = (
         lambda config, facts: facts.is_moe and config.model.moe_shared_expert_overlap,
     ),
     _Effect(
-        ("moe_grouped_gemm", "moe_shared_expert_overlap", "moe_aux_loss_coeff", "expert_tensor_parallel_size"),
+        (
+            "moe_grouped_gemm",
+            "moe_shared_expert_overlap",
+            "moe_aux_loss_coeff",
+            "moe_router_load_balancing_type",
+            "moe_z_loss_coeff",
+            "moe_router_dtype",
+            "moe_router_enable_expert_bias",
+            "moe_expert_capacity_factor",
+            "moe_pad_expert_input_to_capacity",
+            "moe_token_drop_policy",
+            "moe_token_dispatcher_type",
+            "expert_tensor_parallel_size",
+        ),
         "the model is dense",
         lambda config, facts: not facts.is_moe,
     ),
@@ -61,8 +87,42 @@ _TABLE = (
     ),
     _Effect(
         ("recompute_method", "recompute_num_layers"),
-        "recompute_granularity is none",
-        lambda config, facts: config.model.recompute_granularity == "none",
+        "recompute_granularity is not full",
+        lambda config, facts: config.model.recompute_granularity != "full",
+    ),
+    _Effect(
+        ("recompute_modules",),
+        "recompute_granularity is not selective",
+        lambda config, facts: config.model.recompute_granularity != "selective",
+    ),
+    _Effect(
+        ("recompute_modules",),
+        "the model is dense",
+        lambda config, facts: not facts.is_moe and _OF_EXPERTS(config) != (),
+        part=_OF_EXPERTS,
+    ),
+    _Effect(
+        ("recompute_modules",),
+        "every layer has experts",
+        lambda config, facts: not facts.has_mlp and _OF_MLP(config) != (),
+        part=_OF_MLP,
+    ),
+    _Effect(
+        ("moe_aux_loss_coeff",),
+        "moe_router_load_balancing_type is none",
+        lambda config, facts: config.model.moe_router_load_balancing_type == "none",
+    ),
+    _Effect(
+        ("moe_router_load_balancing_type",),
+        "moe_aux_loss_coeff is 0",
+        lambda config, facts: (
+            config.model.moe_aux_loss_coeff == 0 and config.model.moe_router_load_balancing_type != "none"
+        ),
+    ),
+    _Effect(
+        ("moe_token_drop_policy",),
+        "moe_expert_capacity_factor is unset, so no token is dropped",
+        lambda config, facts: config.model.moe_expert_capacity_factor is None,
     ),
     _Effect(
         ("min_lr",),
@@ -109,7 +169,8 @@ def flags_without_effect(config: RunConfig, explicit: frozenset[str], facts: Fac
         if effect.idle(config, facts):
             for name in effect.flags:
                 if name in explicit:
-                    lines.setdefault(name, f"--{name} has no effect in this run: {effect.because}")
+                    shown = " ".join([f"--{name}", *effect.part(config)])
+                    lines.setdefault(name, f"{shown} has no effect in this run: {effect.because}")
     for name, because in NEVER_USED.items():
         if name in explicit:
             lines[name] = f"--{name} has no effect: {because}"

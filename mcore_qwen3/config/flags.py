@@ -26,7 +26,7 @@ def flag(
     Args:
         default: value when neither flag nor file sets it.
         help: one sentence for ``--help``.
-        choices: the only texts allowed.
+        choices: the only texts allowed, alone or in a list.
         at_least, at_most, below: limits of a number, checked when it is read.
     """
     metadata = {"help": help, "choices": choices, "at_least": at_least, "at_most": at_most, "below": below}
@@ -53,7 +53,7 @@ class Flag:
     def form(self) -> str:
         """The expected form in words, such as ``a whole number of at least 1``."""
         if self.choices:
-            return "one of " + ", ".join(self.choices)
+            return ("one or more of " if self.type == "list" else "one of ") + ", ".join(self.choices)
         words = {
             "int": "a whole number",
             "float": "a finite number",

@@ -27,9 +27,43 @@ class ModelFlags:
         "coefficient presses layers/top-k times as hard as transformers' router_aux_loss_coef",
         at_least=0,
     )
+    moe_router_load_balancing_type: str = flag(
+        "aux_loss",
+        "what the balance loss averages over: a micro-batch (aux_loss), each row (seq_aux_loss), all ranks and "
+        "micro-batches of a step so far (global_aux_loss); none: no balance loss",
+        choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
+    )
+    moe_z_loss_coeff: float | None = flag(None, "weight of the loss on large router logits; unset: none", at_least=0)
+    moe_router_dtype: str = flag(
+        "fp32", "arithmetic of the router; none: as the model", choices=("none", "fp32", "fp64")
+    )
+    moe_router_enable_expert_bias: bool = flag(
+        False, "balance by a bias on the scores; refused: Megatron has it for sigmoid scores only, Qwen3's are softmax"
+    )
+    moe_expert_capacity_factor: float | None = flag(
+        None, "most tokens an expert takes, as a multiple of an even share; the others are dropped; unset: no limit"
+    )
+    moe_pad_expert_input_to_capacity: bool = flag(False, "pad every expert's input to its capacity")
+    moe_token_drop_policy: str = flag(
+        "probs",
+        "which tokens stay when an expert is full: the most probable (probs) or the first (position)",
+        choices=("probs", "position"),
+    )
+    moe_token_dispatcher_type: str = flag(
+        "alltoall",
+        "how tokens reach the ranks of their experts; flex needs a GPU and DeepEP",
+        choices=("allgather", "alltoall", "flex"),
+    )
     cross_entropy_loss_fusion: bool = flag(True, "compute the cross entropy in one fused step")
     recompute_granularity: str = flag(
-        "none", "activations computed again in backward: none or full (whole layers)", choices=("none", "full")
+        "none",
+        "activations computed again in backward: none, selective (recompute_modules) or full (whole layers)",
+        choices=("none", "selective", "full"),
+    )
+    recompute_modules: tuple[str, ...] = flag(
+        ("core_attn",),
+        "with selective: the parts computed again; moe_act and moe act on layers with experts, mlp on the others",
+        choices=("core_attn", "moe_act", "layernorm", "moe", "mlp"),
     )
     recompute_method: str | None = flag(
         None,

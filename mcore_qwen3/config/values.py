@@ -19,7 +19,7 @@ def convert(flag: Flag, raw: Any, where: str) -> Any:
     """
     if flag.type == "list":
         items = [raw] if isinstance(raw, str) else raw
-        if isinstance(items, list) and all(isinstance(item, str) and item for item in items):
+        if isinstance(items, list) and all(_is_item(flag, item) for item in items):
             return tuple(items)
         raise _wrong(flag, raw, where)
     if flag.type == "floats":
@@ -28,6 +28,10 @@ def convert(flag: Flag, raw: Any, where: str) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool) and not _in_limits(flag, value):
         raise _wrong(flag, raw, where)
     return value
+
+
+def _is_item(flag: Flag, item: object) -> bool:
+    return isinstance(item, str) and item != "" and (not flag.choices or item in flag.choices)
 
 
 def _floats(flag: Flag, raw: Any, where: str) -> tuple[float, ...]:

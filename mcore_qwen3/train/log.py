@@ -172,7 +172,7 @@ class TrainLog:
 
 def _ends_inside_a_line(path: Path) -> bool:
     """Whether a killed run has left half a record at the end of the log."""
-    return path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+    return path.exists() and not path.read_bytes().endswith(b"\n")
 
 
 def read_log(path: Path) -> Iterator[dict[str, Any]]:

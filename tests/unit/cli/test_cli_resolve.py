@@ -1,8 +1,10 @@
 """What resolve() fills in, says and refuses."""
 
+import json
 from pathlib import Path
 
 import pytest
+from conftest import model_config
 
 from mcore_qwen3.cli.prepare import prepare_request
 from mcore_qwen3.cli.resolve import ResolvedRun, resolve, resolve_device
@@ -115,8 +117,17 @@ def test_b64_batch(moe_dir: Path) -> None:
 
 
 def test_max_length_beyond_the_model(moe_dir: Path) -> None:
-    with pytest.raises(ConfigError, match=r"max_position_embeddings; seen: --max_length 1025.*1024.*1024 or less"):
+    with pytest.raises(ConfigError, match=r"max_position_embeddings, .*; seen: --max_length 1025.*1024.*1024 or less"):
         resolved(moe_dir, "--max_length", 1025)
+
+
+def test_yarn_lengthens_what_fits_and_not_what_is_taken(moe_dir: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    (moe_dir / "config.json").write_text(json.dumps(model_config(rope_scaling=yarn)))
+    assert resolved(moe_dir, "--max_length", 4096).config.data.max_length == 4096
+    assert resolved(moe_dir).config.data.max_length == 1024
+    with pytest.raises(ConfigError, match=r"YaRN reaches 4096.*4096 or less"):
+        resolved(moe_dir, "--max_length", 4097)
 
 
 def test_device(moe_dir: Path) -> None:
@@ -126,3 +137,73 @@ def test_device(moe_dir: Path) -> None:
     assert resolved(moe_dir, "--device", "cuda", "--dry_run").config.model.bf16 is True
     with pytest.raises(ConfigError, match="run on a GPU only"):
         resolved(moe_dir, "--transformer_impl", "transformer_engine")
+
+
+def test_context_parallel_pads_every_sample(moe_dir: Path) -> None:
+    """Row B34 of known faults: (CP, TP) = (2, 2) gives a multiple of 4; a plain run pads no sample."""
+    words = "--context_parallel_size 2 --tensor_model_parallel_size 2 --expert_model_parallel_size 4"
+    run = resolved(moe_dir, words, world_size=8)
+    assert (run.layout.context, run.layout.data, run.layout.expert_data) == (2, 2, 2)
+    request = prepare_request(run)
+    assert (request.row_multiple, request.sample_multiple) == (4, 4)
+    plain = prepare_request(resolved(moe_dir, "--tensor_model_parallel_size 2", world_size=2))
+    assert (plain.row_multiple, plain.sample_multiple) == (2, 1)
+
+
+def test_the_pipelines_cut_reaches_the_layout(moe_dir: Path) -> None:
+    run = resolved(moe_dir, "--pipeline_model_parallel_size 2 --virtual_pipeline_model_parallel_size 2", world_size=2)
+    assert (run.layout.virtual_pipeline, run.layout.stages_text()) == (2, "1+1, 1+1")
+    uneven = "--pipeline_model_parallel_size 3 --decoder_last_pipeline_num_layers 2"
+    assert resolved(moe_dir, uneven, world_size=3).layout.stages_text() == "1, 1, 2"
+    uneven = "--pipeline_model_parallel_size 3 --decoder_first_pipeline_num_layers 2"
+    assert resolved(moe_dir, uneven, world_size=3).layout.stages_text() == "2, 1, 1"
+    counted = "--pipeline_model_parallel_size 3 --account_for_embedding_in_pipeline_split"
+    words = f"{counted} --account_for_loss_in_pipeline_split"
+    assert resolved(moe_dir, words, world_size=3).layout.stages_text() == "1, 2, 1"
+    with pytest.raises(ConfigError, match="multiple of PP"):
+        resolved(moe_dir, counted, world_size=3)
+
+
+def test_interleaved_batches_come_in_groups_of_pp(moe_dir: Path) -> None:
+    words = "--pipeline_model_parallel_size 2 --virtual_pipeline_model_parallel_size 2 --global_batch_size"
+    assert resolved(moe_dir, words, 6, world_size=2).batch.num_microbatches == 6
+    with pytest.raises(ConfigError, match=r"multiple of PP.*5 micro-batches.*--global_batch_size 4 or 6"):
+        resolved(moe_dir, words, 5, world_size=2)
+
+
+def test_b72_expert_bias(moe_dir: Path, dense_dir: Path) -> None:
+    """Row B72 of known faults: softmax scores with an expert bias are refused at the argument check."""
+    with pytest.raises(ConfigError, match=r"sigmoid router scores; Qwen3's are softmax.*--moe_aux_loss_coeff"):
+        resolved(moe_dir, "--moe_router_enable_expert_bias true")
+    said = resolved(dense_dir, "--moe_router_enable_expert_bias true").notes
+    assert any("--moe_router_enable_expert_bias has no effect in this run: the model is dense" in note for note in said)
+
+
+@pytest.mark.parametrize(
+    ("words", "world_size", "fragment"),
+    [
+        ("--moe_token_dispatcher_type flex", 1, "runs on GPUs only, with DeepEP; seen: .*flex, device cpu"),
+        ("--moe_token_dispatcher_type flex --device cuda", 1, "EP x expert-TP above 1"),
+        (
+            "--moe_token_dispatcher_type flex --device cuda --expert_model_parallel_size 2 --moe_router_dtype fp64",
+            2, "needs a router in fp32",
+        ),
+        (
+            "--moe_token_dispatcher_type flex --device cuda --expert_model_parallel_size 2"
+            " --moe_expert_capacity_factor 2 --moe_pad_expert_input_to_capacity true",
+            2, "cannot pad experts",
+        ),
+        (
+            "--recompute_granularity selective --recompute_modules moe_act --moe_grouped_gemm false",
+            1, "moe_act needs grouped experts",
+        ),
+    ],
+)  # fmt: skip
+def test_what_megatron_cannot_do_with_experts(moe_dir: Path, words: str, world_size: int, fragment: str) -> None:
+    with pytest.raises(ConfigError, match=fragment):
+        resolved(moe_dir, words, "--dry_run", world_size=world_size)
+
+
+def test_flex_on_gpus_passes(moe_dir: Path) -> None:
+    words = "--moe_token_dispatcher_type flex --device cuda --expert_model_parallel_size 2 --dry_run"
+    assert resolved(moe_dir, words, world_size=2).config.model.moe_token_dispatcher_type == "flex"

@@ -7,7 +7,7 @@ import pytest
 from mcore_qwen3.config import Facts, flags_without_effect, iter_flags, parse_args
 from mcore_qwen3.config.effects import _TABLE
 
-MOE_GPU = Facts(is_moe=True, device="cuda", resumes=True, reads_load=True, evaluates=True)
+MOE_GPU = Facts(is_moe=True, has_mlp=False, device="cuda", resumes=True, reads_load=True, evaluates=True)
 BASE = ["--load", "m", "--dataset", "a", "--train_iters", "20"]
 
 
@@ -24,7 +24,26 @@ def lines(words: str, facts: Facts = MOE_GPU) -> list[str]:
         ("--moe_grouped_gemm true", {"is_moe": False}, "moe_grouped_gemm", "dense"),
         ("--expert_tensor_parallel_size 1", {"is_moe": False}, "expert_tensor_parallel_size", "dense"),
         ("--attention_backend flash", {"device": "cpu"}, "attention_backend", "on CPU"),
-        ("--recompute_num_layers 2", {}, "recompute_num_layers", "recompute_granularity is none"),
+        ("--recompute_num_layers 2", {}, "recompute_num_layers", "recompute_granularity is not full"),
+        (
+            "--recompute_num_layers 2 --recompute_granularity selective", {},
+            "recompute_num_layers", "recompute_granularity is not full",
+        ),
+        (
+            "--recompute_modules moe --recompute_granularity full", {},
+            "recompute_modules", "recompute_granularity is not selective",
+        ),
+        ("--moe_router_dtype fp64", {"is_moe": False}, "moe_router_dtype", "dense"),
+        ("--moe_token_dispatcher_type flex", {"is_moe": False}, "moe_token_dispatcher_type", "dense"),
+        (
+            "--moe_aux_loss_coeff 0.1 --moe_router_load_balancing_type none", {},
+            "moe_aux_loss_coeff", "moe_router_load_balancing_type is none",
+        ),
+        (
+            "--moe_router_load_balancing_type global_aux_loss", {},
+            "moe_router_load_balancing_type", "moe_aux_loss_coeff is 0",
+        ),
+        ("--moe_token_drop_policy position", {}, "moe_token_drop_policy", "no token is dropped"),
         ("--min_lr 1e-6 --lr_decay_style constant", {}, "min_lr", "constant"),
         ("--val_dataset v --split_dataset_ratio 0.1", {}, "split_dataset_ratio", "val_dataset"),
         ("--eval_interval 5 --eval_iters 0", {}, "eval_interval", "eval_iters is 0"),
@@ -32,7 +51,7 @@ def lines(words: str, facts: Facts = MOE_GPU) -> list[str]:
         ("--finetune true", {"reads_load": False}, "finetune", "--load is not read"),
         ("--eval_iters 5", {"evaluates": False}, "eval_iters", "no validation data"),
     ],
-)
+)  # fmt: skip
 def test_said_once_with_the_reason(words: str, changes: dict, flag: str, because: str) -> None:
     (line,) = lines(words, dataclasses.replace(MOE_GPU, **changes))
     assert line.startswith(f"--{flag} has no effect in this run: ") and because in line
@@ -43,9 +62,38 @@ def test_dense_model_hides_the_second_reason() -> None:
     assert found == ["--moe_shared_expert_overlap has no effect in this run: the model is dense"]
 
 
+@pytest.mark.parametrize(
+    ("modules", "is_moe", "line"),
+    [
+        (
+            "core_attn moe_act moe",
+            False,
+            "--recompute_modules moe_act moe has no effect in this run: the model is dense",
+        ),
+        ("mlp layernorm", True, "--recompute_modules mlp has no effect in this run: every layer has experts"),
+        ("mlp layernorm", False, None),
+        ("moe core_attn", True, None),
+    ],
+)
+def test_modules_to_recompute_that_the_model_does_not_have(modules: str, is_moe: bool, line: str | None) -> None:
+    words = f"--recompute_granularity selective --recompute_modules {modules}"
+    found = lines(words, dataclasses.replace(MOE_GPU, is_moe=is_moe, has_mlp=not is_moe))
+    assert found == ([] if line is None else [line])
+
+
+def test_a_mixed_model_recomputes_both_kinds_of_layers() -> None:
+    words = "--recompute_granularity selective --recompute_modules moe mlp"
+    assert lines(words, dataclasses.replace(MOE_GPU, has_mlp=True)) == []
+
+
 def test_nothing_is_said_of_flags_that_work_or_were_not_set() -> None:
     assert lines("--sequence_parallel true --tensor_model_parallel_size 2 --moe_aux_loss_coeff 0.01") == []
-    assert lines("", Facts(is_moe=False, device="cpu", resumes=False, reads_load=False, evaluates=False)) == []
+    working = "--moe_aux_loss_coeff 0.01 --moe_router_load_balancing_type seq_aux_loss --moe_z_loss_coeff 0.001"
+    assert lines(f"{working} --moe_expert_capacity_factor 2 --moe_token_drop_policy position") == []
+    assert (
+        lines("", Facts(is_moe=False, has_mlp=True, device="cpu", resumes=False, reads_load=False, evaluates=False))
+        == []
+    )
 
 
 def test_the_table_names_flags_only() -> None:

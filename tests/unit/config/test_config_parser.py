@@ -45,6 +45,16 @@ def test_lists_are_space_separated() -> None:
     assert parsed.config.data.val_dataset == ("v",)
 
 
+def test_a_list_may_have_choices(tmp_path: Path) -> None:
+    words = ("--recompute_granularity", "selective", "--recompute_modules")
+    assert parse(*words, "layernorm", "mlp").config.model.recompute_modules == ("layernorm", "mlp")
+    for wrong in (("layernorm", "mla"), ("moe,mlp",)):
+        seen = message(*words, *wrong)
+        assert "--recompute_modules needs one or more of core_attn, moe_act, layernorm, moe, mlp" in seen
+        assert repr(list(wrong)) in seen
+    assert "needs a module" in message(*words[:2], "--config", write(tmp_path / "a.yaml", "recompute_modules: []\n"))
+
+
 def test_negative_numbers_are_values() -> None:
     assert parse("--eval_iters", "-1").config.train.eval_iters == -1
     assert "at least 0" in message("--min_lr", "-1e-6")
@@ -140,7 +150,7 @@ def test_alias_is_offered_as_a_neighbour() -> None:
         (("--exit_code_on_signal", "256"), ("--exit_code_on_signal", "at most 255")),
         (("--lr_decay_style", "cosin"), ("--lr_decay_style", "cosine, linear, constant", "'cosin'")),
         (("--device", "CPU"), ("--device", "auto, cpu, cuda", "'CPU'")),
-        (("--recompute_granularity", "selective"), ("--recompute_granularity", "none, full", "'selective'")),
+        (("--recompute_granularity", "partial"), ("--recompute_granularity", "none, selective, full", "'partial'")),
         (("--save", ""), ("--save", "''")),
         (("--lr",), ("--lr", "expected one argument")),
         (("--dataset",), ("--dataset", "at least one argument")),
@@ -239,3 +249,18 @@ def test_b53_warm_up_must_be_shorter_than_the_decay() -> None:
 def test_rules_of_the_schedule() -> None:
     assert "lr must not be below min_lr" in message("--lr", "1e-6", "--min_lr", "1e-5")
     assert "either in steps or as a fraction" in message("--lr_warmup_iters", "1", "--lr_warmup_fraction", "0.1")
+
+
+def test_megatrons_other_name_of_virtual_stages() -> None:
+    parsed = parse("--num_virtual_stages_per_pipeline_rank", "2")
+    assert parsed.config.parallel.virtual_pipeline_model_parallel_size == 2
+
+
+def test_rules_of_the_experts_capacity() -> None:
+    assert "needs a capacity" in message("--moe_pad_expert_input_to_capacity")
+    for factor in ("0", "-1"):
+        assert f"must be above 0; seen: --moe_expert_capacity_factor {float(factor)}" in message(
+            "--moe_expert_capacity_factor", factor
+        )
+    model = parse("--moe_pad_expert_input_to_capacity", "--moe_expert_capacity_factor", "1.25").config.model
+    assert (model.moe_pad_expert_input_to_capacity, model.moe_expert_capacity_factor) == (True, 1.25)

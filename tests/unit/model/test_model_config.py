@@ -46,6 +46,54 @@ def test_pre_softmax_is_the_negation_of_norm_topk_prob(norm_topk_prob: bool) -> 
     assert fields == dict(zip(names, [not norm_topk_prob, 2, 4, "softmax"], strict=True))
 
 
+def test_router_flags_reach_megatron_under_their_own_names() -> None:
+    chosen = {
+        "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.25,
+        "moe_router_dtype": "fp64", "moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True,
+        "moe_token_drop_policy": "position", "moe_token_dispatcher_type": "allgather",
+    }  # fmt: skip
+    assert pool(1).run(config_fields, sizes=TINY_MOE, names=list(chosen), **chosen)[0] == chosen
+    plain = {"moe_router_dtype": None, "moe_layer_freq": 1}
+    assert pool(1).run(config_fields, sizes=TINY_MOE, names=list(plain), moe_router_dtype="none")[0] == plain
+
+
+def test_b20_a_mixed_model_names_its_layers() -> None:
+    sizes = {**TINY_MOE, "num_layers": 4, "moe_layers": (False, True, False, False)}
+    assert pool(1).run(config_fields, sizes=sizes, names=["moe_layer_freq"])[0] == {"moe_layer_freq": [0, 1, 0, 0]}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "expected"),
+    [
+        ({}, {}, (None, ["core_attn"], None, None)),
+        (TINY_MOE, {"recompute_granularity": "selective"}, ("selective", ["core_attn"], None, None)),
+        (
+            TINY_MOE,
+            {
+                "recompute_granularity": "selective",
+                "recompute_modules": ("moe", "layernorm"),
+                "recompute_num_layers": 1,
+            },
+            ("selective", ["moe", "layernorm"], None, None),
+        ),
+        # Megatron refuses the modules of experts in a dense model.
+        (
+            {},
+            {"recompute_granularity": "selective", "recompute_modules": ("moe", "moe_act", "mlp")},
+            ("selective", ["mlp"], None, None),
+        ),
+        (
+            {},
+            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+            ("full", ["core_attn"], "block", 1),
+        ),
+    ],
+)
+def test_recompute(sizes: dict, options: dict, expected: tuple) -> None:
+    names = ["recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers"]
+    assert pool(1).run(config_fields, sizes=sizes, names=names, **options)[0] == dict(zip(names, expected, strict=True))
+
+
 @pytest.mark.parametrize(("bf16", "asked", "used"), [(False, True, False), (True, True, True), (True, False, False)])
 def test_the_fused_cross_entropy_is_for_bf16_alone(bf16: bool, asked: bool, used: bool) -> None:
     names = ["cross_entropy_loss_fusion", "params_dtype", "calculate_per_token_loss"]
