@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mcore_qwen3.arch.shape import ModelShape
 
@@ -109,8 +109,9 @@ class Rule:
 
 
 def fill_name(template: str, index: tuple[int, ...]) -> str:
-    """Put layer and expert numbers into a name template."""
-    return template.format(**dict(zip(("layer", "expert"), index, strict=False)))
+    """Put layer and expert numbers into a name template, each where the template still leaves it open."""
+    fields = [field for field in ("layer", "expert") if f"{{{field}}}" in template]
+    return template.format(**dict(zip(fields, index, strict=False)))
 
 
 def units(table: tuple[Rule, ...]) -> Iterator[tuple[Rule, tuple[int, ...]]]:
@@ -126,12 +127,18 @@ def units(table: tuple[Rule, ...]) -> Iterator[tuple[Rule, tuple[int, ...]]]:
 
 
 def name_table(shape: ModelShape) -> tuple[Rule, ...]:
-    """The whole table of a Qwen3 or Qwen3-MoE model. A tied model has no output layer on either side."""
+    """The whole table of a Qwen3 or Qwen3-MoE model. A tied model has no output layer on either side.
+
+    Where some layers have experts and others have not, megatron stores each layer under its own keys.
+    """
     hidden = (shape.hidden_size,)
+    if shape.is_mixed:
+        layers = [rule for layer in range(shape.num_layers) for rule in _one_layer(shape, layer)]
+    else:
+        layers = [*_attention(shape), *(_moe(shape) if shape.is_moe else _dense(shape))]
     table = [
         _whole(EMBEDDING, HF_EMBEDDING, (), shape.vocab_size, hidden, vocabulary=True),
-        *_attention(shape),
-        *(_moe(shape) if shape.is_moe else _dense(shape)),
+        *layers,
         _whole("decoder.final_layernorm.weight", "model.norm.weight", (), shape.hidden_size, ()),
     ]
     if not shape.tie_word_embeddings:
@@ -147,6 +154,22 @@ def key_aliases(shape: ModelShape) -> Mapping[str, str]:
     if shape.is_moe:
         return {LAYERS + "mlp.linear_fc1.layer_norm_weight": LAYERS + "pre_mlp_layernorm.weight"}
     return {}
+
+
+def _one_layer(shape: ModelShape, layer: int) -> Iterator[Rule]:
+    """The rules of one layer under keys of its own, without the layer axis."""
+    number = str(layer)
+    for rule in (*_attention(shape), *(_moe(shape) if shape.moe_layers[layer] else _dense(shape))):
+        parts = tuple(
+            replace(
+                part,
+                name=part.name.replace("{layer}", number),
+                packed=part.packed and replace(part.packed, name=part.packed.name.replace("{layer}", number)),
+            )
+            for part in rule.parts
+        )
+        key = rule.key.replace(LAYERS, f"{LAYERS}{number}.", 1)
+        yield replace(rule, key=key, stacked=rule.stacked[1:], parts=parts)
 
 
 def _whole(

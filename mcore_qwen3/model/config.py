@@ -119,8 +119,9 @@ def transformer_config(shape: ModelShape, layout: ParallelLayout, options: Model
         expert_tensor_parallel_size=layout.expert_tensor,
         sequence_parallel=layout.sequence_parallel,
         calculate_per_token_loss=True,
-        batch_p2p_comm=options.on_cuda,  # gloo has no batched send and receive
-        overlap_p2p_comm=False,
+        # An interleaved schedule on GPUs overlaps its sends, as Megatron wants it; gloo has no batched send and receive.
+        overlap_p2p_comm=options.on_cuda and layout.virtual_pipeline > 1,
+        batch_p2p_comm=options.on_cuda and layout.virtual_pipeline == 1,
         deallocate_pipeline_outputs=True,
         **_recompute_settings(shape, options),
         # Megatron's fused form rounds the logits' gradient to bf16 whatever the run's dtype: not in an fp32 run.
