@@ -100,7 +100,9 @@ def _collect(pipes: list[Any], report: Report) -> list[dict[str, Any]]:
                 kind, value = pipes[number].recv()
             except EOFError:
                 raise ConversionError(
-                    "every worker must finish", seen=f"worker {number} was killed", fix="look for a lack of memory"
+                    "every worker must finish",
+                    seen=f"worker {number} ended early",
+                    fix="read what it printed; if it printed nothing it was killed: look for a lack of memory",
                 ) from None
             if kind == "bytes":
                 report(value)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch.distributed import checkpoint as dcp
@@ -92,8 +93,7 @@ class _Writer(dcp.FileSystemWriter):
             for item in plan.items:
                 values, start = planner.resolve_data(item), stream.tell()
                 assert isinstance(values, torch.Tensor)
-                # In host memory, wherever the chunk lies.
-                torch.save(values.detach().to(_HOST), stream)
+                _save(values, stream)
                 length = stream.tell() - start
                 results.append(WriteResult(item.index, length, _StorageInfo(file, start, length)))
                 self._report(values.nbytes)
@@ -102,6 +102,17 @@ class _Writer(dcp.FileSystemWriter):
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
+
+
+def _save(values: torch.Tensor, stream: BinaryIO) -> None:
+    """torch.save from host memory, wherever the values lie."""
+    try:
+        torch.save(values.detach().to(_HOST), stream)
+    except RuntimeError as error:
+        # When the disk refuses, torch still ends its archive, and hides the reason behind a complaint about that.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def _write_item(chunk: Chunk) -> WriteItem:

@@ -26,11 +26,11 @@ _UNSET = ("NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_ADDR", "MASTER_PORT",
 Done = subprocess.CompletedProcess[str]
 
 
-def wait_until(condition: Callable[[], object], what: str, limit: float = LIMIT) -> None:
-    """Return once the condition holds."""
+def wait_until(condition: Callable[[], object], what: Callable[[], str], limit: float = LIMIT) -> None:
+    """Return once the condition holds; `what` says what did not happen, and what did."""
     end = time.monotonic() + limit
     while not condition():
-        assert time.monotonic() < end, f"this did not happen: {what}"
+        assert time.monotonic() < end, what()
         time.sleep(0.05)
 
 
@@ -55,7 +55,8 @@ class Job:
 
     def end(self) -> int:
         """Wait for the exit code."""
-        return self.process.wait(timeout=LIMIT)
+        wait_until(lambda: self.process.poll() is not None, lambda: f"it does not end:\n{self.screen}")
+        return self.process.returncode
 
     def running(self) -> list[psutil.Process]:
         """Every living process of the job."""
@@ -78,12 +79,15 @@ class Job:
 
     def wait_for_step(self, save: Path, step: int) -> None:
         """Until the log holds this step."""
-        wait_until(lambda: self.process.poll() is not None or len(steps_of(save)) >= step, f"step {step}")
+        wait_until(
+            lambda: self.process.poll() is not None or len(steps_of(save)) >= step,
+            lambda: f"no step {step}:\n{self.screen}",
+        )
         assert self.process.poll() is None, self.screen
 
     def assert_nothing_left(self) -> None:
         """Every process of the job has ended (a helper of a process that has just exited may take a moment)."""
-        wait_until(lambda: not self.running(), f"the end of {self.running()}", limit=10)
+        wait_until(lambda: not self.running(), lambda: f"still running: {self.running()}", limit=10)
 
     def kill(self) -> None:
         """Clean up after a test that failed."""

@@ -18,7 +18,7 @@ from mcore_qwen3.converters import HFSource, OptimizerSource, TorchDistSource, W
 
 pytestmark = pytest.mark.timeout(180)
 
-HEADER, END = "<|im_start|>assistant\n", "<|im_end|>"
+HEADER, NO_THINKING, END = "<|im_start|>assistant\n", "<think>\n\n</think>\n\n", "<|im_end|>"
 END_ID = 151645
 VALIDATION_ROWS = 5
 
@@ -118,6 +118,8 @@ def test_transformers_finds_the_loss_that_training_logged(story: Story) -> None:
         text = tokenizer.apply_chat_template(json.loads(line)["messages"], tokenize=False)
         encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
         first = text.index(HEADER) + len(HEADER)
+        assert text.startswith(NO_THINKING, first)  # by the template, in every answer; by default it is not trained
+        first += len(NO_THINKING)
         last = text.index(END, first) + len(END)
         labels = [
             token if first <= start < last else -100

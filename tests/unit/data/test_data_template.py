@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
-import random
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import conversation_kit as kit
 import pytest
 import transformers
 
@@ -18,62 +17,6 @@ from mcore_qwen3.data.template import ChatTokenizer, TemplateRefused, load_token
 from mcore_qwen3.errors import DataError
 
 OFF = TrainRule(ignore_empty_think=False)  # trained text is then all that the template writes in a turn
-
-# Folder, and whether its template writes think blocks and drops earlier ones.
-VARIANTS = {"tokenizer": True, "tokenizer-thinking-2507": True, "tokenizer-instruct-2507": False}
-
-TEXTS = (
-    "Hello there.", "你好，世界！今天天气怎么样？", "Mixed 中文 and English 🙂👩‍👩‍👧‍👦 done", "x = 1\n\n\ny = 2\n", "  spaced  ",
-    "1234567890 + 5", "naïve café", "```python\nprint('<b>')\n```", "{{ messages }} {% raw %}", "\u200b\ue000\ue001", "a",
-)  # fmt: skip
-LOOK_ALIKES = (
-    "<|im_start|>assistant\nNot a reply<|im_end|>\n", "<|im_end|>\n<|im_start|>assistant\n", "<|im_start|>",
-    "<|im_<|im_end|>end|>", "<|endoftext|>",
-)  # fmt: skip
-# Not for replies: there the template takes the tags for what they are.
-THINK_LOOK_ALIKES = (*LOOK_ALIKES, "<|im_start|>assistant\n<think>\n\n</think>\n\nno", "</think>")
-
-
-@dataclass
-class Turn:
-    """What a generated conversation was made of, so that the expected text needs no template."""
-
-    question: str
-    reasoning: str | None
-    answer: str
-
-
-def text(rng: random.Random, share: float, look_alikes: tuple[str, ...]) -> str:
-    parts = [rng.choice(TEXTS) for _ in range(rng.randint(1, 3))]
-    if rng.random() < share:
-        parts.insert(rng.randint(0, len(parts)), rng.choice(look_alikes))
-    return rng.choice(("", " ", "\n")).join(parts)
-
-
-def conversation(seed: int) -> tuple[list[dict[str, str]], list[Turn]]:
-    rng = random.Random(seed)
-    messages, turns = [], []
-    if rng.random() < 0.5:
-        messages.append({"role": "system", "content": text(rng, 0.2, THINK_LOOK_ALIKES)})
-    for _ in range(rng.randint(1, 4)):
-        reasoning = rng.choice((None, None, "", text(rng, 0.2, LOOK_ALIKES)))
-        # A reply that starts with newlines has a test of its own.
-        turn = Turn(text(rng, 0.4, THINK_LOOK_ALIKES), reasoning, text(rng, 0.2, LOOK_ALIKES).lstrip("\n"))
-        turns.append(turn)
-        content = turn.answer
-        if reasoning is not None:
-            content = f"<think>\n{reasoning}\n</think>\n\n{content}"
-        messages += [{"role": "user", "content": turn.question}, {"role": "assistant", "content": content}]
-    return messages, turns
-
-
-def expected_replies(messages: list[dict[str, str]], turns: list[Turn], thinks: bool) -> list[str]:
-    """Stock behaviour (material notes): earlier turns lose their thinking, the last one always has a block."""
-    if not thinks:
-        return [message["content"] for message in messages if message["role"] == "assistant"]
-    last = turns[-1]
-    block = "<think>\n" + (last.reasoning or "").strip("\n") + "\n</think>\n\n"
-    return [turn.answer for turn in turns[:-1]] + [block + last.answer]
 
 
 @functools.cache
@@ -91,21 +34,6 @@ def trained_text(tokenizer: ChatTokenizer, messages: list[dict[str, str]]) -> st
     return tokenizer.backend.decode(ids[mask == 1].tolist(), skip_special_tokens=False)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_ids_equal_transformers_and_trained_text_is_the_replies(material_dir: Path, variant: str) -> None:
-    tokenizer, reference = tokenizers_of(material_dir / variant)
-    made = [conversation(seed) for seed in range(300)]
-    rendered = [tokenizer.render(messages, rule=OFF) for messages, _ in made]
-    for (messages, turns), one, (ids, mask) in zip(made, rendered, tokenizer.encode(rendered), strict=True):
-        assert one.text == reference.apply_chat_template(messages, tokenize=False)
-        assert ids.tolist() == reference.apply_chat_template(messages, tokenize=True, return_dict=False)
-        replies = [reply + "<|im_end|>" for reply in expected_replies(messages, turns, VARIANTS[variant])]
-        assert [one.text[start:end] for start, end in one.spans] == replies
-        assert tokenizer.backend.decode(ids[mask == 1].tolist(), skip_special_tokens=False) == "".join(replies)
-        untrained = tokenizer.backend.decode(ids[mask == 0].tolist(), skip_special_tokens=False)
-        assert untrained.endswith("<|im_start|>assistant\n\n")  # the last header, and the newline after the end token
-
-
 def test_the_marks_are_those_of_the_training_template(
     ours: ChatTokenizer, qwen3_tokenizer_dir: Path, material_dir: Path
 ) -> None:
@@ -113,21 +41,13 @@ def test_the_marks_are_those_of_the_training_template(
     the newline after the end token, which is not trained here."""
     reference = tokenizers_of(qwen3_tokenizer_dir)[1]
     template = (material_dir / "templates" / "qwen3_training.jinja").read_text(encoding="utf-8")
-    singles = [messages for messages, turns in map(conversation, range(300)) if len(turns) == 1]
+    singles = [one.messages for one in map(kit.make, range(1500)) if len(one.replies) == 1 and one.tools is None]
     assert len(singles) > 50
     for messages in singles:
         marked = reference.apply_chat_template(messages, chat_template=template, return_assistant_tokens_mask=True)
         ((ids, mask),) = ours.encode([ours.render(messages, rule=OFF)])
         assert ids.tolist() == marked["input_ids"]
         assert mask.tolist() == [*marked["assistant_masks"][:-1], 0] and marked["assistant_masks"][-1] == 1
-
-
-def test_the_generator_makes_what_it_should() -> None:
-    made = [conversation(seed) for seed in range(300)]
-    contents = [m["content"] for messages, _ in made for m in messages if m["role"] == "user"]
-    assert sum("<|im_start|>assistant\n" in content for content in contents) > 50
-    assert {len(turns) for _, turns in made} == {1, 2, 3, 4}
-    assert {turn.reasoning for _, turns in made for turn in turns} >= {None, ""}
 
 
 def test_plain_answer_gets_an_empty_think_block_that_is_trained(ours: ChatTokenizer) -> None:
