@@ -69,11 +69,7 @@ def build(run: ResolvedRun, device: Device, say: Say) -> tuple[Chunks, ChainedOp
     state = TrainState.read(run.resume.directory)
     if run.config.checkpoint.no_load_optim:
         say(f"continuing after step {state.iteration}; the optimizer starts afresh (--no_load_optim true)")
-<<<<<<< HEAD
-        return chunks, optimizer, state
-=======
-        return model, optimizer, replace(state, optimizer_steps=0)  # Adam counts from its zero moments
->>>>>>> main
+        return chunks, optimizer, replace(state, optimizer_steps=0)  # Adam counts from its zero moments
     with OptimizerSource(run.resume.directory) as moments:
         read_state(models, optimizer, moments, step=state.optimizer_steps, with_master=options.bf16)
     say(f"continuing after step {state.iteration} with the optimizer's state")

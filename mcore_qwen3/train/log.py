@@ -99,14 +99,9 @@ class TrainLog:
             "memory_gib": memory,
             "seconds_left": left,
         }
-<<<<<<< HEAD
-        record.update(result.router)
-=======
         if result.trained_tokens:  # a skipped step has no loss
             record["loss"] = result.loss
-        if result.balance_loss is not None:
-            record["balance_loss"] = result.balance_loss
->>>>>>> main
+        record.update(result.router)
         self._write(record)
         if iteration % self._interval == 0 or iteration in (self._start + 1, self._train_iters):
             self._show(iteration, lr, memory, left)
@@ -121,16 +116,10 @@ class TrainLog:
         total = sum(result.loss * result.trained_tokens for result in results)
         seconds, tokens = sum(item[1] for item in self._window), sum(item[2] for item in self._window)
         last = results[-1]
-<<<<<<< HEAD
-        parts = [f"loss {loss:.4f}"]
+        parts = [f"loss {total / trained:.4f}" if trained else "loss none"]
         for name, label in (("balance_loss", "balance"), ("z_loss", "z"), ("dropped_share", "dropped")):
             if name in last.router:
                 parts.append(f"{label} {last.router[name]:.4f}")
-=======
-        parts = [f"loss {total / trained:.4f}" if trained else "loss none"]
-        if last.balance_loss is not None:
-            parts.append(f"balance {last.balance_loss:.4f}")
->>>>>>> main
         norm = "skipped: no trained token" if last.grad_norm is None else f"{last.grad_norm:.3f}"
         parts += [
             f"grad norm {norm}",

@@ -42,8 +42,8 @@ def write_log(
         for number, fields in enumerate(steps, start + 1):
             tokens = fields.pop("tokens", 100)
             evaluation = fields.pop("eval_loss", None)
-            balance = fields.pop("balance_loss", None)
-            result = StepResult(**{"loss": 1.0, "trained_tokens": 50, "grad_norm": 0.5, **fields}, balance_loss=balance)
+            router = {"balance_loss": fields.pop("balance_loss")} if "balance_loss" in fields else {}
+            result = StepResult(**{"loss": 1.0, "trained_tokens": 50, "grad_norm": 0.5, **fields}, router=router)
             log.step(number, result, lr=1e-3, tokens=tokens, seconds=0.5, wait=0.1, memory=1.25)
             if evaluation is not None:
                 with log.paused():

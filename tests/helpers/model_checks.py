@@ -88,16 +88,18 @@ def packed_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, upstream: torch.Tensor, lengths: list[int]
 ) -> dict[str, torch.Tensor]:
     """Output and input gradients of PackedAttention; query [T, N, D], key and value [T, G, D], upstream [T, N * D]."""
-    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.enums import AttnMaskType
 
     from mcore_qwen3.model.attention import PackedAttention
+    from mcore_qwen3.model.context_parallel import PackedRow
 
     *_, config = new_config({"head_dim": query.shape[2]})
     ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+    packed = PackedRow(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
     inputs = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
-    attention = PackedAttention(config, 1, AttnMaskType.causal, "self")
+    groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
+    attention = PackedAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
     output = attention(*inputs, None, packed_seq_params=packed)
     output.backward(upstream)
     gradients = {name: tensor.grad for name, tensor in zip(("query", "key", "value"), inputs, strict=True)}
@@ -239,11 +241,11 @@ def losses_by_token(model_dir: str, layout: Layout, rows: list[list[Sample]], **
     from mcore_qwen3.data.micro_batch import build_micro_batch
     from mcore_qwen3.train.step import forward_step
 
-    _, model = build(model_dir, layout, **options)
+    _, models = build(model_dir, layout, **options)
     length = max(sum(len(sample.ids) for sample in row) for row in rows)
     length = -(-length // layout.tensor) * layout.tensor
     batch = build_micro_batch([[(sample.ids, sample.mask) for sample in row] for row in rows], length, 0)
-    output, _ = forward_step(iter([batch]), model.eval())
+    output, _ = forward_step(iter([batch]), models[0].eval())
     return output.detach()[batch.loss_mask > 0].tolist()
 
 
@@ -355,12 +357,12 @@ def one_step(model_dir: str, rows: list[list[Sample]], **options: Any) -> dict[s
     from mcore_qwen3.train.optimizer import wrap_for_data_parallel
     from mcore_qwen3.train.step import run_schedule
 
-    _, model = build(model_dir, Layout(), **options)
-    ddp = wrap_for_data_parallel(model)
+    _, models = build(model_dir, Layout(), **options)
+    chunks = wrap_for_data_parallel(models)
     length = max(sum(len(sample.ids) for sample in row) for row in rows)
     batches = [build_micro_batch([[(s.ids, s.mask) for s in row]], length, 0) for row in rows]
-    total, trained = run_schedule(ddp, batches, forward_only=False)
-    gradients = [parameter.main_grad for parameter in ddp.parameters()]
+    total, trained = run_schedule(chunks, batches, forward_only=False)
+    gradients = [parameter.main_grad for parameter in chunks[0].parameters()]
     return {
         "loss": total / trained,
         "parameters": {str(parameter.dtype) for parameter in ddp.parameters()},

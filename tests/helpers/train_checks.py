@@ -15,29 +15,30 @@ from helpers.training import Cut, Layout, build, step_batch
 
 
 def new_trainer(model_dir: str, layout: Layout, *, weight_decay: float = 0.1, **options: Any) -> tuple[Any, Any]:
-    """(wrapped model, optimizer) on this rank."""
+    """(chunks of the wrapped model, optimizer) on this rank."""
     from mcore_qwen3.train.optimizer import AdamSettings, build_optimizer, wrap_for_data_parallel
 
-    _, model = build(model_dir, layout, **options)
-    ddp = wrap_for_data_parallel(model)
-    return ddp, build_optimizer(ddp, AdamSettings(weight_decay=weight_decay))
+    _, models = build(model_dir, layout, **options)
+    chunks = wrap_for_data_parallel(models)
+    return chunks, build_optimizer(chunks, AdamSettings(weight_decay=weight_decay))
 
 
 def batch_of(rows: list[Sample], cut: Cut, layout: Layout) -> Any:
     """This rank's part of a global batch."""
     from megatron.core import parallel_state
 
-    return step_batch(rows, cut, layout.data, parallel_state.get_data_parallel_rank(), 2 * layout.tensor)
+    rank = parallel_state.get_data_parallel_rank()
+    return step_batch(rows, cut, layout.data, rank, layout.context, layout.tensor)
 
 
-def copies(ddp: Any) -> dict[str, torch.Tensor]:
+def copies(chunks: Any) -> dict[str, torch.Tensor]:
     """The weights as they are now."""
-    return {name: parameter.detach().clone() for name, parameter in ddp.named_parameters()}
+    return {name: parameter.detach().clone() for chunk in chunks for name, parameter in chunk.named_parameters()}
 
 
-def changed(ddp: Any, before: dict[str, torch.Tensor]) -> list[str]:
+def changed(chunks: Any, before: dict[str, torch.Tensor]) -> list[str]:
     """Names of the parameters that are not bit for bit what they were; NaN equals NaN."""
-    now = copies(ddp)
+    now = copies(chunks)
     return [name for name, old in before.items() if not torch.equal(old.nan_to_num(7e7), now[name].nan_to_num(7e7))]
 
 
@@ -123,16 +124,16 @@ def non_finite_gradient(model_dir: str, rows: list[Sample], layout: Layout, bad:
     from mcore_qwen3.train.optimizer import NonFiniteError, update, zero_gradients
     from mcore_qwen3.train.step import run_schedule, train_step
 
-    ddp, optimizer = new_trainer(model_dir, layout)
+    chunks, optimizer = new_trainer(model_dir, layout)
     batch = batch_of(rows, Cut(), layout)
-    before = copies(ddp)
-    train_step(ddp, optimizer, batch, 1e-3)
-    moved = changed(ddp, before)
-    weights, state = copies(ddp), moments(optimizer)
-    zero_gradients(ddp, optimizer)
-    run_schedule(ddp, batch.micro_batches, forward_only=False)
+    before = copies(chunks)
+    train_step(chunks, optimizer, batch, 1e-3)
+    moved = changed(chunks, before)
+    weights, state = copies(chunks), moments(optimizer)
+    zero_gradients(chunks, optimizer)
+    run_schedule(chunks, batch.micro_batches, forward_only=False)
     if dist.get_rank() == on_rank:
-        bucket = ddp.buffers[0].buckets[0].grad_data
+        bucket = chunks[0].buffers[0].buckets[0].grad_data
         bucket[dist.get_rank() * (bucket.numel() // layout.data)] = bad  # in the part that this rank updates
     try:
         update(optimizer, 1e-3)
@@ -142,7 +143,7 @@ def non_finite_gradient(model_dir: str, rows: list[Sample], layout: Layout, bad:
     return {
         "error": message,
         "moved by the good step": len(moved) / len(before),
-        "changed": changed(ddp, weights),
+        "changed": changed(chunks, weights),
         "moments kept": all(map(torch.equal, state, moments(optimizer))),
         "steps": adam_steps(optimizer),
     }
@@ -152,12 +153,12 @@ def zero_gradient_step(model_dir: str, lr: float, weight_decay: float, **options
     """A step without any gradient; name -> (axes, largest |new - old * (1 - lr * decay)| where decayed, else |new - old|)."""
     from mcore_qwen3.train.optimizer import update, zero_gradients
 
-    ddp, optimizer = new_trainer(model_dir, Layout(), weight_decay=weight_decay, **options)
-    before = copies(ddp)
-    zero_gradients(ddp, optimizer)
+    chunks, optimizer = new_trainer(model_dir, Layout(), weight_decay=weight_decay, **options)
+    before = copies(chunks)
+    zero_gradients(chunks, optimizer)
     assert update(optimizer, lr) == 0.0
     found = {}
-    for name, new in copies(ddp).items():
+    for name, new in copies(chunks).items():
         wanted = before[name] * (1 - lr * weight_decay) if new.dim() > 1 else before[name]
         found[name] = (new.dim(), float((new - wanted).abs().max() / before[name].abs().max()))
     return found
@@ -171,16 +172,16 @@ def allocated_state(model_dir: str, rows: list[Sample], **options: Any) -> dict[
     after = []
     facts: dict[str, Any] = {}
     for allocate in (True, False):
-        ddp, optimizer = new_trainer(model_dir, Layout(), **options)
+        chunks, optimizer = new_trainer(model_dir, Layout(), **options)
         if allocate:
-            before = copies(ddp)
+            before = copies(chunks)
             ensure_state(optimizer)
-            facts["changed"] = changed(ddp, before)
+            facts["changed"] = changed(chunks, before)
             facts["moments"] = float(max(tensor.abs().max() for tensor in moments(optimizer)))
             facts["steps at first"] = adam_steps(optimizer)
-        train_step(ddp, optimizer, batch_of(rows, Cut(), Layout()), 1e-3)
+        train_step(chunks, optimizer, batch_of(rows, Cut(), Layout()), 1e-3)
         facts["steps then"] = adam_steps(optimizer)
-        after.append(copies(ddp))
+        after.append(copies(chunks))
         if allocate:
             kept = moments(optimizer)
             ensure_state(optimizer)  # has nothing to do any more
@@ -197,10 +198,10 @@ def steps_with_cuts(model_dir: str, rows: list[Sample], cuts: list[Cut]) -> list
 
     found = []
     for cut in cuts:
-        ddp, optimizer = new_trainer(model_dir, Layout())
+        chunks, optimizer = new_trainer(model_dir, Layout())
         batch = batch_of(rows, cut, Layout())
-        total, trained = evaluate_step(ddp, batch)
-        result = train_step(ddp, optimizer, batch, 1e-3)
+        total, trained = evaluate_step(chunks, batch)
+        result = train_step(chunks, optimizer, batch, 1e-3)
         found.append(
             {
                 "eval": total / trained,
@@ -217,20 +218,20 @@ def bad_step(model_dir: str, rows: list[Sample], fault: str) -> dict[str, Any]:
     from mcore_qwen3.train.optimizer import NonFiniteError
     from mcore_qwen3.train.step import train_step
 
-    ddp, optimizer = new_trainer(model_dir, Layout())
+    chunks, optimizer = new_trainer(model_dir, Layout())
     batch = batch_of(rows, Cut(), Layout())
     if fault == "nan weight":
         with torch.no_grad():
-            ddp.module.decoder.layers[0].self_attention.linear_qkv.weight[3, 4] = math.nan
+            chunks[0].module.decoder.layers[0].self_attention.linear_qkv.weight[3, 4] = math.nan
     elif fault == "wrong count":
         batch = replace(batch, global_trained_tokens=batch.global_trained_tokens + 1)
-    before = copies(ddp)
+    before = copies(chunks)
     fields, message = None, ""
     try:
-        fields = asdict(train_step(ddp, optimizer, batch, 1e-3))
+        fields = asdict(train_step(chunks, optimizer, batch, 1e-3))
     except (NonFiniteError, RuntimeError) as error:
         message = f"{type(error).__name__}: {error}"
-    return {"result": fields, "error": message, "changed": changed(ddp, before)}
+    return {"result": fields, "error": message, "changed": changed(chunks, before)}
 
 
 def loop_story(
