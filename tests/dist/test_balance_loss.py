@@ -82,6 +82,63 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Modu
     return directory, write_model(directory, moe=True)
 
 
+def expected_kind(model: torch.nn.Module, rows: list[Sample], kind: str) -> torch.Tensor:
+    """The loss of each kind for micro-batches of two rows, summed over layers, by its definition.
+
+    seq_aux_loss: each row alone, mean over rows. global_aux_loss on one rank: shares of all micro-batches of the step so
+    far. z_loss: mean over a micro-batch's tokens of logsumexp squared.
+    """
+    if kind == "seq_aux_loss":
+        return expected_balance(model, rows, 1)
+    groups = [rows[i : i + 2] for i in range(0, len(rows), 2)]
+    total, counts = torch.zeros(()), [torch.zeros(EXPERTS["num_experts"]) for _ in range(2)]
+    for group in groups:
+        layers = [torch.cat(parts) for parts in zip(*(routed(model, sample) for sample in group), strict=True)]
+        for layer, logits in enumerate(layers):
+            if kind == "z_loss":
+                total = total + logits.logsumexp(-1).square().mean()
+                continue
+            chosen = torch.zeros_like(logits).scatter(1, logits.topk(EXPERTS["num_experts_per_tok"]).indices, 1.0)
+            counts[layer] = counts[layer] + chosen.sum(0).detach()
+            shares = counts[layer] / counts[layer].sum()
+            total = total + EXPERTS["num_experts"] * (shares * logits.softmax(-1).mean(0)).sum()
+    return total / len(groups)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2), Layout(context=2), Layout(pipeline=2)], ids=str)
+@pytest.mark.parametrize("kind", ["seq_aux_loss", "global_aux_loss", "z_loss"])
+def test_other_kinds(model: tuple[Path, torch.nn.Module], kind: str, layout: Layout, tmp_path: Path) -> None:
+    directory, reference = model
+    rows = with_trained_share(samples(8), 0.2)
+    expected = expected_kind(reference, rows, kind)
+    reference.zero_grad()
+    (COEFFICIENT * expected).backward()
+    for parameter in reference.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    wanted = reference_gradients(reference, tmp_path)["decoder.layers.mlp.router.weight"]
+    flags = (
+        {"moe_z_loss_coeff": COEFFICIENT}
+        if kind == "z_loss"
+        else {"moe_aux_loss_coeff": COEFFICIENT, "moe_router_load_balancing_type": kind}
+    )
+    found = []
+    for options in (flags, {}):
+        ranks = pool(layout.world).run(
+            run_steps,
+            model_dir=str(directory),
+            layout=layout,
+            batches=[rows],
+            cut=Cut(micro_batch=2),
+            sequence_parallel=layout.tensor > 1,
+            **options,
+        )
+        found.append(assemble(ranks, atol=1e-6)["decoder.layers.mlp.router.weight"])
+        if options:
+            name = "z_loss" if kind == "z_loss" else "balance_loss"
+            assert ranks[0]["router"][0][name] == pytest.approx(float(expected.detach()) / 2, rel=1e-4)
+    assert relative_error(found[0] - found[1], wanted) <= 1e-4
+
+
 LAYOUTS = [
     (Layout(), 1.0),
     (Layout(), 0.1),

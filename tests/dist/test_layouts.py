@@ -22,6 +22,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense_tied": {"moe": False, "tie_word_embeddings": True},
     "dense_101": {"moe": False, "vocab_size": 101},
     "moe": {"moe": True},
+    "moe_four": {"moe": True, "num_hidden_layers": 4},
+    "tied_four": {"moe": False, "num_hidden_layers": 4, "tie_word_embeddings": True},
+    "mixed": {"moe": True, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
 }
 # (model, layout, sequence parallel)
 CASES = [
@@ -37,6 +40,15 @@ CASES = [
     ("moe", Layout(tensor=2, expert_tensor=2), True),
     ("moe", Layout(tensor=2, expert=2, data=2), True),
     ("moe", Layout(pipeline=2, data=2, expert=2), False),
+    ("dense", Layout(context=2), False),
+    ("moe", Layout(context=2), False),
+    ("moe", Layout(context=2, tensor=2), True),
+    ("moe", Layout(context=2, expert=2), False),
+    ("moe", Layout(context=2, pipeline=2), False),
+    ("moe_four", Layout(pipeline=2, virtual=2), False),
+    ("tied_four", Layout(pipeline=3, first_stage=2), False),
+    ("mixed", Layout(pipeline=2), False),
+    ("mixed", Layout(tensor=2, expert=2), True),
 ]
 CUTS = {"packed": Cut(pack=2), "unpacked": Cut()}
 
@@ -112,10 +124,13 @@ def test_cut_of_the_batch_changes_nothing(model: str, batches: list[list[Sample]
     "options",
     [
         {"moe_grouped_gemm": False},
+        {"moe_token_dispatcher_type": "allgather"},
+        {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "moe_act", "layernorm")},
+        {"recompute_granularity": "selective", "recompute_modules": ("moe",)},
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
     ],
-    ids=["sequential_experts", "recompute_uniform", "recompute_block"],
+    ids=["sequential_experts", "allgather", "recompute_selective", "recompute_moe", "recompute_uniform", "recompute_block"],
 )
 def test_options_that_must_not_change_numbers(
     options: dict[str, Any], batches: list[list[Sample]], reference: Any

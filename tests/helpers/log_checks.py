@@ -112,7 +112,7 @@ def save_with_fault(root: str, iteration: int, fault: str, on_rank: int) -> str:
         mock.patch.object(checkpoint.shutil, "rmtree", clear),
     ):
         try:
-            checkpoint.save_checkpoint(Path(root), state, model, None, writer)
+            checkpoint.save_checkpoint(Path(root), state, [model], None, writer)
         except checkpoint.SaveError as error:
             return str(error)
     return ""

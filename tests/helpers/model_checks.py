@@ -365,7 +365,7 @@ def one_step(model_dir: str, rows: list[list[Sample]], **options: Any) -> dict[s
     gradients = [parameter.main_grad for parameter in chunks[0].parameters()]
     return {
         "loss": total / trained,
-        "parameters": {str(parameter.dtype) for parameter in ddp.parameters()},
+        "parameters": {str(parameter.dtype) for parameter in chunks[0].parameters()},
         "gradients": {str(gradient.dtype) for gradient in gradients},
         "norm": float(torch.stack([gradient.double().norm() for gradient in gradients]).norm()),
     }

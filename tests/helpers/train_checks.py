@@ -256,7 +256,7 @@ def loop_story(
         story.append(f"step lr {lr:.1f}")
         if len([line for line in story if line.startswith("step")]) == stop_at:
             stop.set(signal.SIGTERM)
-        return StepResult(1.0, 5, None, 0.5)
+        return StepResult(1.0, 5, {}, 0.5)
 
     def save(root: Path, state: TrainState, model: Any, optimizer: Any, writer: Any) -> Path:
         moments = "with" if optimizer else "without"
@@ -265,7 +265,7 @@ def loop_story(
 
     parts: Any = loop.Parts(
         device=cpu(),
-        model=None,  # type: ignore[arg-type]
+        chunks=None,  # type: ignore[arg-type]
         optimizer=object(),  # type: ignore[arg-type]
         schedule=LearningRate(lr=10.0, min_lr=0.0, style="linear", warmup_iters=0, decay_iters=10),
         batches=iter([batch] * train_iters),  # type: ignore[list-item]

@@ -24,6 +24,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense_tied": {"moe": False, "tie_word_embeddings": True},
     "moe_renormalised": {"moe": True, "norm_topk_prob": True},
     "moe_plain_softmax": {"moe": True, "norm_topk_prob": False},
+    "dense_yarn": {
+        "moe": False,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "rope_theta": 1e4,
+        },
+    },
+    "moe_mixed": {"moe": True, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
     "one_group_of_keys": {"moe": False, "num_key_value_heads": 1, "head_dim": 8},
 }
 

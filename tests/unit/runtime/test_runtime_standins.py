@@ -65,6 +65,9 @@ def torch_put_back(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         monkeypatch.setitem(sys.modules, f"megatron.{name}", types.ModuleType(f"megatron.{name}"))
     sys.modules["megatron.core"].jit = sys.modules["megatron.core.jit"]  # type: ignore[attr-defined]
     sys.modules["megatron.core.jit"].disable_jit_fuser = lambda: None  # type: ignore[attr-defined]
+    tensor_parallel = types.ModuleType("megatron.core.tensor_parallel")
+    tensor_parallel.random = types.ModuleType("megatron.core.tensor_parallel.random")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megatron.core.tensor_parallel", tensor_parallel)
     moe, dispatcher = "megatron.core.transformer.moe", "megatron.core.transformer.moe.token_dispatcher"
     sys.modules[moe].token_dispatcher = sys.modules[dispatcher]  # type: ignore[attr-defined]
     return monkeypatch
