@@ -32,7 +32,13 @@ from mcore_qwen3.model.provider import choose_modules
 from mcore_qwen3.model.weights import read_weights
 from mcore_qwen3.runtime.device import Device
 from mcore_qwen3.train.checkpoint import CheckpointWriter, SavedTensor
-from mcore_qwen3.train.optimizer import AdamSettings, Chunks, build_optimizer, trainable_parameters, wrap_for_data_parallel
+from mcore_qwen3.train.optimizer import (
+    AdamSettings,
+    Chunks,
+    build_optimizer,
+    trainable_parameters,
+    wrap_for_data_parallel,
+)
 from mcore_qwen3.train.optimizer_state import read_state
 from mcore_qwen3.train.state import TrainState
 

@@ -39,7 +39,9 @@ class Qwen3Model(GPTModel):
         return super().compute_language_model_loss(labels, logits)
 
 
-def build_model(shape: ModelShape, layout: ParallelLayout, options: ModelOptions, chunk: int | None = None) -> Qwen3Model:
+def build_model(
+    shape: ModelShape, layout: ParallelLayout, options: ModelOptions, chunk: int | None = None
+) -> Qwen3Model:
     """Construct a part of the model with unset parameters; the groups must exist.
 
     Args:

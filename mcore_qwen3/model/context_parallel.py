@@ -7,6 +7,7 @@ and values are gathered whole.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -69,4 +70,4 @@ def plan_keys(cu_seqlens: torch.Tensor, ranks: int, rank: int) -> KeyPlan:
 
 def _segments(cu_seqlens: torch.Tensor) -> list[tuple[int, int]]:
     borders = cu_seqlens.tolist()
-    return list(zip(borders, borders[1:], strict=False))
+    return list(itertools.pairwise(borders))

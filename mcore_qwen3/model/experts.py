@@ -81,8 +81,8 @@ class GroupedExperts(MegatronModule):
         super().__init__(config=config)
         self.num_local_experts = num_local_experts
         self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
-        self.recompute_activation = (
-            config.recompute_granularity == "selective" and "moe_act" in (config.recompute_modules or ())
+        self.recompute_activation = config.recompute_granularity == "selective" and "moe_act" in (
+            config.recompute_modules or ()
         )
         assert config.moe_ffn_hidden_size is not None
         width = config.moe_ffn_hidden_size // self.tp_group.size()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 
 from mcore_qwen3.arch.layout import resolve_layout
 from mcore_qwen3.arch.shape import ModelShape
 from mcore_qwen3.model.build import Qwen3Model, build_model
 from mcore_qwen3.model.config import ModelOptions
+from mcore_qwen3.model.context_parallel import PackedRow
 from mcore_qwen3.model.weights import Source, read_weights
 
 
@@ -36,7 +36,7 @@ def packed_logits(model: Qwen3Model, sequences: Sequence[Sequence[int]]) -> list
     lengths = [len(sequence) for sequence in sequences]
     ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     longest = max(lengths)
-    packed = PackedSeqParams(
+    packed = PackedRow(
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
     )
     tokens = torch.tensor([token for sequence in sequences for token in sequence])[None]

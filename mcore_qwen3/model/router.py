@@ -195,9 +195,7 @@ def _sum_rows(values_TE: torch.Tensor, row_T: torch.Tensor | None) -> torch.Tens
     return values_TE.new_zeros(_step.rows, values_TE.shape[1]).index_add(0, row_T, values_TE)
 
 
-def _first_in_line(
-    probs_TE: torch.Tensor, chosen_TE: torch.Tensor, capacity: int, policy: str
-) -> torch.Tensor:
+def _first_in_line(probs_TE: torch.Tensor, chosen_TE: torch.Tensor, capacity: int, policy: str) -> torch.Tensor:
     """True for the `capacity` first tokens of each expert: by probability, or by position in the row."""
     tokens = len(probs_TE)
     if capacity >= tokens:

@@ -13,7 +13,6 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 
 from mcore_qwen3.errors import McoreQwen3Error
 
-
 # The parts of the model that this rank holds: one, or several under an interleaved pipeline.
 Chunks = list[DistributedDataParallel]
 

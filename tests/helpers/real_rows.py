@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-
 from helpers.tiny import VOCABULARY, Sample
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from helpers.tiny import Sample
 from helpers.training import Cut, Layout, build, step_batch
 
@@ -87,7 +86,8 @@ def stored_tensors(iteration_dir: Path) -> dict[str, torch.Tensor]:
 
     metadata = FileSystemReader(iteration_dir).read_metadata()
     tensors = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in metadata.state_dict_metadata.items()
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in metadata.state_dict_metadata.items()
     }
     load(tensors, storage_reader=FileSystemReader(iteration_dir), no_dist=True)
     return tensors
