@@ -18,7 +18,7 @@ from mcore_qwen3.data.order import permutation
 from mcore_qwen3.data.pack import PACKERS, one_a_row
 from mcore_qwen3.data.request import TRAIN, VALIDATION, PrepareRequest, SplitInfo, rounded_up
 from mcore_qwen3.data.rows import DataFile, Row, read_rows
-from mcore_qwen3.data.sources import Source
+from mcore_qwen3.data.sources import LOCAL, Source
 from mcore_qwen3.data.tally import Tally, counted
 from mcore_qwen3.errors import DataError
 
@@ -179,10 +179,11 @@ def _describe(
 ) -> None:
     """Append a file's samples, its report line and its table entry."""
     kept = items - dropped[-1].total
-    line = f"{name}: form {form}, {counted(rows, 'row')}, {kept:,} kept"
+    source = samples.read.source
+    origin = "" if source.origin == LOCAL else f" from {source.origin}"
+    line = f"{name}{origin}: form {form}, {counted(rows, 'row')}, {kept:,} kept"
     if encoded.cut:
         line += f" ({encoded.cut:,} of them cut to max_length)"
-    source = samples.read.source
     if source.number is not None:
         line += f" (#{source.number:,} of the source's {samples.read.usable:,} usable rows)"
     samples.encoded.append(encoded)
