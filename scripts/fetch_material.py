@@ -8,7 +8,8 @@ sha256 sum before it is put in place:
 * PyPI `trl`: the official chat templates, from which the official `tokenizer_config.json` files are rebuilt;
 * PyPI `llamafactory` (source archive): English and Chinese rows of every form: instructions, tool calls, preference
   pairs, reasoning, raw text. They are for trying things out, are fetched and never committed: the alpaca rows come from
-  a data set whose own notice says CC BY-NC 4.0.
+  a data set whose own notice says CC BY-NC 4.0;
+* PyPI `reasoning-gym`: grade-school maths made by its generators, always the same rows.
 
 Standard library only; Python 3.10 or newer. A second run checks the sums and stops.
 """
@@ -39,6 +40,9 @@ TRL_PACKAGE = "trl==1.16.0"
 TRL_SHA256 = "c4726e139dd40e1a41661511c639c8a68416782b2e3e8c0befebd77bb7ba0396"
 LLAMAFACTORY_PACKAGE = "llamafactory==0.9.5"
 LLAMAFACTORY_SHA256 = "1702c0bfb864e80577a59521d2edcacd2aab05ec6aee06188fcba335a589681f"
+
+REASONING_GYM_PACKAGE = "reasoning-gym==0.1.25"
+REASONING_GYM_SHA256 = "7f17a3eddb13c015d7d4a755ed576a061df889faf9468bcc2cca334ebe9e0435"
 
 TOKENIZER_SHA256 = "aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4"
 TOKENIZER_CONFIG_SHA256 = "d5d09f07b48c3086c508b30d1c9114bd1189145b74e982a265350c923acd8101"
@@ -77,6 +81,11 @@ DATA_FILES = {
     "data/wiki_demo.txt": "69c0c4d067a95a1a65022f2ae1efff9654b1953b09f206f8832620ebbffa0daf",
 }
 
+GSM_FILES = {"data/gsm_symbolic.jsonl": "253717adf4b5ccca10d599dc8a7d734319e4f136b467ee2f330054a187b9c890"}
+GSM_ROWS = 1000
+# Templates that the package itself leaves out as faulty.
+GSM_LEFT_OUT = (32, 35, 37, 61, 63, 65, 74, 76, 77, 79, 86, 87, 90, 97, 98)
+
 NPM_ADVICE = f"""Either install Node.js (it brings npm) and run `make material` again, or place the two files by hand:
   .material/tokenizer/tokenizer.json         sha256 {TOKENIZER_SHA256}
   .material/tokenizer/tokenizer_config.json  sha256 {TOKENIZER_CONFIG_SHA256}
@@ -96,7 +105,7 @@ def main() -> int:
     parser.add_argument("--into", type=Path, default=Path(__file__).resolve().parent.parent / ".material")
     root: Path = parser.parse_args().into
     try:
-        changed = [make(root) for make in (make_templates, make_tokenizers, make_data)]
+        changed = [make(root) for make in (make_templates, make_tokenizers, make_data, make_gsm)]
     except FetchError as error:
         print(f"material: {error}", file=sys.stderr)
         return 1
@@ -164,6 +173,44 @@ def make_data(root: Path) -> bool:
     for name, sha256 in DATA_FILES.items():
         place(root, name, read_tar(archive, f"{folder}/{name}"), sha256)
     return True
+
+
+def make_gsm(root: Path) -> bool:
+    """Put generated grade-school maths under `data/`; return whether anything was fetched."""
+    if all_good(root, GSM_FILES):
+        return False
+    package = "reasoning_gym"
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / package
+        folder.mkdir()
+        (folder / "__init__.py").touch()
+        wheel = pip_download(REASONING_GYM_PACKAGE, REASONING_GYM_SHA256)
+        with zipfile.ZipFile(io.BytesIO(wheel)) as archive:
+            # These three need the standard library alone; the package itself needs 300 MB of others.
+            gsm = f"{package}/arithmetic/gsm_symbolic"
+            for name in (f"{package}/utils.py", f"{gsm}/generators_00_49.py", f"{gsm}/generators_50_99.py"):
+                (folder / Path(name).name).write_bytes(archive.read(name))
+        made = subprocess.run([sys.executable, "-c", GSM_SCRIPT], cwd=scratch, capture_output=True, check=False)
+    if made.returncode:
+        raise FetchError(f"could not make rows of {REASONING_GYM_PACKAGE}: {made.stderr.decode()[-300:]}")
+    ((name, sha256),) = GSM_FILES.items()
+    place(root, name, made.stdout, sha256)
+    return True
+
+
+GSM_SCRIPT = f"""
+import json, sys
+from random import Random
+from reasoning_gym import generators_00_49, generators_50_99
+makers = [
+    getattr(generators_00_49 if number < 50 else generators_50_99, f"generate_{{number}}")
+    for number in range(100) if number not in {GSM_LEFT_OUT}
+]
+for number in range({GSM_ROWS}):
+    row = makers[number % len(makers)](Random(number), 1.0)
+    line = json.dumps({{"question": row["question"], "answer": row["answer"], "metadata": row["metadata"]}}, default=str)
+    sys.stdout.buffer.write(line.encode() + b"\\n")
+"""
 
 
 def tokenizer_sources(root: Path) -> tuple[bytes, dict[str, Any]]:
