@@ -149,6 +149,8 @@ def _encode(request: PrepareRequest, encoder: Encoder, read: _Read) -> _Samples:
     for file, rows in zip(read.source.files, read.rows, strict=True):
         _LOGGER.info("%s: encoding %s", file.name, counted(len(rows.items), "row"))
         items, notes = _filled(request, rows.items)
+        if not encoder.writes_reasoning and request.rule.enable_thinking:
+            notes += _lost_reasoning(items)
         encoded = encoder.encode(items)
         _stop_if_strict(request, file, encoded.dropped)
         _describe(samples, file.name, rows.form, rows.rows, len(items), [rows.dropped, encoded.dropped], encoded)
@@ -172,6 +174,15 @@ def _filled(request: PrepareRequest, items: list[Item]) -> tuple[list[Item], lis
         return filled, []
     flags = " and ".join(sorted(missing))
     return filled, [f"  {counted(number, 'row')} with placeholders that stay as they are: {flags} not given"]
+
+
+def _lost_reasoning(items: Sequence[Item]) -> list[str]:
+    """A line for rows with `reasoning_content`, for a chat template that does not write it."""
+    number = sum(
+        isinstance(item, Conversation) and any("reasoning_content" in message for message in item.messages)
+        for item in items
+    )
+    return [f"  {counted(number, 'row')} with reasoning_content, which this chat template leaves out"] if number else []
 
 
 def _describe(

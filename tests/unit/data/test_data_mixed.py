@@ -130,6 +130,15 @@ def test_names_of_self_cognition_rows(request_for: Request, tmp_path: Path) -> N
     assert "  2 rows with placeholders that stay as they are: --model_author not given" in one.report
 
 
+def test_reasoning_that_a_template_leaves_out_is_said(request_for: Request, tmp_path: Path, material_dir: Path) -> None:
+    reply = {"role": "assistant", "content": "A", "reasoning_content": "T"}
+    data = write(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "Q"}, reply]}])
+    line = "  1 row with reasoning_content, which this chat template leaves out"
+    assert line in prepare(request_for(data)).report
+    assert line not in prepare(request_for(data, rule=TrainRule(enable_thinking=False))).report
+    assert line not in prepare(request_for(data, tokenizer_dir=material_dir / "tokenizer")).report
+
+
 def test_every_switch_makes_another_folder(request_for: Request, tmp_path: Path) -> None:  # known fault B36
     data = numbered(tmp_path / "a.jsonl", 4, "q")
     changes: list[dict[str, Any]] = [
