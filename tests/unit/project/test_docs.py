@@ -15,6 +15,7 @@ PAGES = [
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "docs/convert.md",
     "docs/data.md",
     "docs/differences-from-ms-swift.md",
     "docs/numbers.md",
