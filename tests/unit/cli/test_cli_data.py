@@ -185,6 +185,7 @@ def _refusal(folders: list[str], digests: list[str]) -> str:
     return ""
 
 
+@pytest.mark.timeout(150)  # the pool may have to start
 def test_ranks_with_different_prepared_data_are_refused() -> None:  # known fault B38
     pool = ranks.pool(2)
     assert pool.run(_refusal, folders=["/a", "/b"], digests=["same", "same"]) == ["", ""]

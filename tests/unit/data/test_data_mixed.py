@@ -165,6 +165,17 @@ def test_sequential_packs(request_for: Request, tmp_path: Path) -> None:
     assert prepared.train.rows >= prepare(request_for(data, packing=True)).train.rows
 
 
+def test_padded_samples_fit_their_pack(request_for: Request, tmp_path: Path) -> None:
+    rows = [{"query": f"q{n}", "response": "a " * (n * 7 % 25) + "b"} for n in range(60)]
+    data = write(tmp_path / "a.jsonl", rows)
+    prepared = prepare(request_for(data, packing=True, row_multiple=8, sample_multiple=8, max_length=63))
+    assert prepared.full_row_length == 64
+    reader = SplitReader(prepared.path, "train")
+    padded = [sum(-(-len(ids) // 8) * 8 for ids, _ in reader.samples(row)) for row in range(len(reader))]
+    assert max(padded) == 64
+    assert prepared.train.rows > prepare(request_for(data, packing=True, max_length=63)).train.rows
+
+
 def test_raw_text_has_every_token_trained_and_one_end_token(request_for: Request, tmp_path: Path) -> None:  # B42
     data = tmp_path / "a.txt"
     data.write_text("one two three four five\n\n你好\n", encoding="utf-8")
