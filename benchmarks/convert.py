@@ -82,8 +82,8 @@ def make_checkpoint(directory: Path, layers: int, seed: int = 0) -> int:
         tensors = {}
         for tensor in planned:
             bits = torch.randint(-(2**15), 2**15, tensor.shape, generator=generator, dtype=torch.int16)
-            # Any sign and mantissa, exponents of values between 2^-8 and 1: finite, and nothing compresses.
-            tensors[tensor.name] = ((bits & -28800) | 0x3B80 | (bits & 0x007F)).view(torch.bfloat16)
+            # Any sign and mantissa, one exponent: finite values of the size of weights, which nothing compresses.
+            tensors[tensor.name] = ((bits & -0x7F81) | 0x3B80).view(torch.bfloat16)
         save_file(tensors, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
     total = sum(tensor.nbytes for planned in shards.values() for tensor in planned)

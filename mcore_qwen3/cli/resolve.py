@@ -146,6 +146,7 @@ def resolve(parsed: ParsedRun, world_size: int, environ: Mapping[str, str] = os.
         device=device,
         resumes=resume is not None,
         reads_load=resume is None or resume.from_load,
+        raw_text=parsed.command == "pt",
         evaluates=bool(filled.data.val_dataset) or filled.data.split_dataset_ratio > 0,
     )
     run = ResolvedRun(

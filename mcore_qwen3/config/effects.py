@@ -23,7 +23,7 @@ class Facts:
 
     ``is_moe``: some layer has experts. ``has_mlp``: some layer has none.
     ``resumes``: steps and state of an earlier run are read. ``reads_load``: --load is read at all.
-    ``evaluates``: there is validation data, given or split off.
+    ``evaluates``: there is validation data, given or split off. ``raw_text``: the command is pt.
     """
 
     is_moe: bool
@@ -32,6 +32,7 @@ class Facts:
     resumes: bool
     reads_load: bool
     evaluates: bool
+    raw_text: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,29 @@ _TABLE = (
         ("min_lr",),
         "lr_decay_style is constant",
         lambda config, facts: config.optim.lr_decay_style == "constant" and config.optim.min_lr > 0,
+    ),
+    _Effect(
+        ("packing_strategy",),
+        "packing is off",
+        lambda config, facts: not config.data.packing,
+    ),
+    _Effect(
+        (
+            "loss_scale",
+            "ignore_empty_think",
+            "preserve_thinking",
+            "enable_thinking",
+            "system",
+            "model_name",
+            "model_author",
+        ),
+        "megatron pt takes raw text, and trains every token of it",
+        lambda config, facts: facts.raw_text,
+    ),
+    _Effect(
+        ("ignore_empty_think",),
+        "enable_thinking is false: the empty think block is the prompt's, and never trained",
+        lambda config, facts: not config.data.enable_thinking,
     ),
     _Effect(
         ("split_dataset_ratio",),

@@ -20,6 +20,7 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from mcore_qwen3.converters.files import read_into
 from mcore_qwen3.errors import ConversionError
 
 METADATA_FILE = ".metadata"
@@ -146,12 +147,7 @@ class _Window(io.BufferedIOBase):
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         wanted = max(0, min(len(view), self._length - self._at))
-        done = 0
-        while done < wanted:
-            count = os.preadv(self._descriptor, [view[done:wanted]], self._start + self._at + done)
-            if count == 0:
-                break
-            done += count
+        done = read_into(self._descriptor, self._start + self._at, view[:wanted])
         self._at += done
         return done
 

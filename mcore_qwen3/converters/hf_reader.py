@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
+import math
+import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from mcore_qwen3.arch.shape import ModelShape
 from mcore_qwen3.converters import fp8
+from mcore_qwen3.converters.files import bytes_of, read_into
 from mcore_qwen3.converters.source import Bounds, Entry, WeightSource, name_some
 from mcore_qwen3.converters.table import HF_EMBEDDING, HF_HEAD, Part, Rule, fill_name, name_table
 from mcore_qwen3.errors import ConversionError
@@ -30,13 +34,48 @@ _DTYPES = {
 }
 
 
+# Where only some columns are wanted, whole rows are read in blocks of about this size.
+_BLOCK_BYTES = 16 * 2**20
+Columns = tuple[slice, ...]
+
+
 @dataclass(frozen=True)
 class _Tensor:
-    """One tensor of the files: a lazy view that reads what is sliced from it, its shape and its dtype."""
+    """One tensor of the files: the open file, where its bytes begin, its shape and dtype."""
 
-    view: Any
+    file: io.FileIO
+    start: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    def read(self, index: tuple[int, ...], first: int, columns: Columns, out: torch.Tensor) -> None:
+        """Fill `out`, contiguous and of this dtype, with rows from `first` on and the given columns.
+
+        Args:
+            index: place on the axes in front of the rows, as in a packed tensor.
+            first: first row.
+            columns: one slice, or none for a vector.
+            out: as many rows as are wanted.
+
+        Raises:
+            ConversionError: the file ends too early.
+        """
+        row_shape = self.shape[len(index) + 1 :]
+        row_bytes = math.prod(row_shape) * self.dtype.itemsize
+        row = first + (index[0] * self.shape[1] if index else 0)
+        if all(piece == slice(0, size) for piece, size in zip(columns, row_shape, strict=True)):
+            return self._read_bytes(self.start + row * row_bytes, out)
+        step = max(1, _BLOCK_BYTES // row_bytes)
+        for done in range(0, len(out), step):
+            block = torch.empty((min(step, len(out) - done), *row_shape), dtype=self.dtype)
+            self._read_bytes(self.start + (row + done) * row_bytes, block)
+            out[done : done + len(block)].copy_(block[(slice(None), *columns)])
+
+    def _read_bytes(self, offset: int, out: torch.Tensor) -> None:
+        if read_into(self.file.fileno(), offset, bytes_of(out)) != out.nbytes:
+            raise ConversionError(
+                "a safetensors file must be whole", seen=f"{self.file.name} ends early", fix="fetch this file again"
+            )
 
 
 class HFSource(WeightSource):
@@ -74,6 +113,8 @@ class HFSource(WeightSource):
         return partial(HFSource, self.directory, self._shape)
 
     def close(self) -> None:
+        for tensor in self._tensors.values():
+            tensor.file.close()
         self._tensors = {}
 
     def _check_tensors(self, table: tuple[Rule, ...]) -> None:
@@ -152,33 +193,37 @@ class HFSource(WeightSource):
         for index in itertools.product(*(range(low, high) for low, high in bounds[:depth])):
             unit = out[tuple(number - low for number, (low, _) in zip(index, bounds[:depth], strict=True))]
             for segment in segments:
-                source = self._read_part(rule.parts[segment.part], index, segment.part_row, segment.rows, columns)
                 first = segment.unit_row - rows[0]
-                unit[first : first + segment.rows].copy_(source)
+                target = unit[first : first + segment.rows]
+                self._read_part(rule.parts[segment.part], index, segment.part_row, columns, target)
         if self._tied_head and rule.parts[0].name == HF_EMBEDDING:
-            self._compare_head(out, (slice(*rows), *columns))
+            self._compare_head(out, rows[0], columns)
 
-    def _read_part(
-        self, part: Part, index: tuple[int, ...], first: int, rows: int, columns: tuple[slice, ...]
-    ) -> torch.Tensor:
-        """A view of `rows` rows of one part from row `first` on."""
+    def _read_part(self, part: Part, index: tuple[int, ...], first: int, columns: Columns, out: torch.Tensor) -> None:
+        """Fill `out` with rows of one part from row `first` on."""
         if self._packed and part.packed:
-            name, first = fill_name(part.packed.name, index[:1]), first + part.packed.first_row
-            selection: tuple[int | slice, ...] = (index[1], slice(first, first + rows), *columns)
+            name, first, place = fill_name(part.packed.name, index[:1]), first + part.packed.first_row, index[1:]
         else:
-            name, selection = fill_name(part.name, index), (slice(first, first + rows), *columns)
+            name, place = fill_name(part.name, index), ()
         self.used_tensors.add(name)
-        found = self._tensors[name].view[selection]
-        if found.dtype != fp8.DTYPE:
-            return found
-        factors, place = name + fp8.SCALE_SUFFIX, (slice(first, first + rows), *columns)
-        self.used_tensors.add(factors)
-        return fp8.dequantise(found, self._tensors[factors].view[fp8.scale_slices(place)], place, self._dtype)
+        tensor = self._tensors[name]
+        if tensor.dtype != fp8.DTYPE:
+            return tensor.read(place, first, columns, out)
+        values = torch.empty(out.shape, dtype=fp8.DTYPE)
+        tensor.read(place, first, columns, values)
+        self.used_tensors.add(name + fp8.SCALE_SUFFIX)
+        factors = self._tensors[name + fp8.SCALE_SUFFIX]
+        selection = (slice(first, first + len(out)), *columns)
+        rows, needed = fp8.scale_slices(selection)
+        scale = torch.empty((rows.stop - rows.start, needed.stop - needed.start), dtype=factors.dtype)
+        factors.read((), rows.start, (needed,), scale)
+        out.copy_(fp8.dequantise(values, scale, selection, self._dtype))
 
-    def _compare_head(self, embedding: torch.Tensor, selection: tuple[slice, ...]) -> None:
+    def _compare_head(self, embedding: torch.Tensor, first: int, columns: Columns) -> None:
         """Refuse a tied model whose `lm_head.weight` is not its embedding, bit for bit."""
         self.used_tensors.add(HF_HEAD)
-        head = self._tensors[HF_HEAD].view[selection].contiguous()
+        head = torch.empty_like(embedding)
+        self._tensors[HF_HEAD].read((), first, columns, head)
         if not torch.equal(head.view(torch.uint8), embedding.view(torch.uint8)):
             raise ConversionError(
                 f"in a tied model {HF_HEAD} must equal {HF_EMBEDDING} bit for bit",
@@ -209,13 +254,21 @@ def _open_file(path: Path) -> dict[str, _Tensor]:
     if not path.is_file():
         raise ConversionError("a weight file is missing", seen=path, fix="fetch the model again")
     try:
-        handle = safe_open(path, framework="pt")
-        views = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (no mapping)
+        with safe_open(path, framework="pt") as handle:  # checks the header, and that the file is as long as it says
+            views = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (no mapping)
+        file = io.FileIO(path)
+        size = struct.unpack("<Q", file.read(8))[0]
+        header = json.loads(file.read(size))
     except (SafetensorError, OSError) as error:
         raise ConversionError(
             "a safetensors file must be whole", seen=f"{path}: {error}", fix="fetch this file again"
         ) from error
-    return {name: _Tensor(view, tuple(view.get_shape()), _dtype(name, view, path)) for name, view in views.items()}
+    return {
+        name: _Tensor(
+            file, 8 + size + header[name]["data_offsets"][0], tuple(view.get_shape()), _dtype(name, view, path)
+        )
+        for name, view in views.items()
+    }
 
 
 def _dtype(name: str, view: Any, path: Path) -> torch.dtype:

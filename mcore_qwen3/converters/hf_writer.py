@@ -26,8 +26,8 @@ from mcore_qwen3.converters.table import Rule, name_table, units
 from mcore_qwen3.errors import ConversionError
 
 MAX_SHARD_BYTES = 5_000_000_000
-# Rows of a tensor are read and written in blocks of about this size.
-_BLOCK_BYTES = 64 * 2**20
+# Rows of a tensor are read and written in blocks of at most this size; see CHUNK_BYTES.
+_BLOCK_BYTES = 30 * 2**20
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def write_hf(
     overwrite: bool = False,
     team: Team | None = None,
 ) -> ExportReport:
-    """Write safetensors files, their index, and the files beside them; memory stays near 64 MiB a worker.
+    """Write safetensors files, their index, and the files beside them; memory stays near a chunk a worker.
 
     Tensors have their official names, experts one by one; a tied model has no `lm_head.weight`. A model that fits one
     file has no index. The directory appears under its name only after everything was written, flushed and read back.

@@ -18,7 +18,7 @@ from mcore_qwen3.data.order import permutation
 from mcore_qwen3.data.pack import PACKERS, one_a_row
 from mcore_qwen3.data.request import TRAIN, VALIDATION, PrepareRequest, SplitInfo, rounded_up
 from mcore_qwen3.data.rows import DataFile, Row, read_rows
-from mcore_qwen3.data.sources import Source
+from mcore_qwen3.data.sources import LOCAL, Source
 from mcore_qwen3.data.tally import Tally, counted
 from mcore_qwen3.errors import DataError
 
@@ -149,6 +149,8 @@ def _encode(request: PrepareRequest, encoder: Encoder, read: _Read) -> _Samples:
     for file, rows in zip(read.source.files, read.rows, strict=True):
         _LOGGER.info("%s: encoding %s", file.name, counted(len(rows.items), "row"))
         items, notes = _filled(request, rows.items)
+        if not encoder.writes_reasoning and request.rule.enable_thinking:
+            notes += _lost_reasoning(items)
         encoded = encoder.encode(items)
         _stop_if_strict(request, file, encoded.dropped)
         _describe(samples, file.name, rows.form, rows.rows, len(items), [rows.dropped, encoded.dropped], encoded)
@@ -174,15 +176,25 @@ def _filled(request: PrepareRequest, items: list[Item]) -> tuple[list[Item], lis
     return filled, [f"  {counted(number, 'row')} with placeholders that stay as they are: {flags} not given"]
 
 
+def _lost_reasoning(items: Sequence[Item]) -> list[str]:
+    """A line for rows with `reasoning_content`, for a chat template that does not write it."""
+    number = sum(
+        isinstance(item, Conversation) and any("reasoning_content" in message for message in item.messages)
+        for item in items
+    )
+    return [f"  {counted(number, 'row')} with reasoning_content, which this chat template leaves out"] if number else []
+
+
 def _describe(
     samples: _Samples, name: str, form: str, rows: int, items: int, dropped: list[Tally], encoded: Encoded
 ) -> None:
     """Append a file's samples, its report line and its table entry."""
     kept = items - dropped[-1].total
-    line = f"{name}: form {form}, {counted(rows, 'row')}, {kept:,} kept"
+    source = samples.read.source
+    origin = "" if source.origin == LOCAL else f" from {source.origin}"
+    line = f"{name}{origin}: form {form}, {counted(rows, 'row')}, {kept:,} kept"
     if encoded.cut:
         line += f" ({encoded.cut:,} of them cut to max_length)"
-    source = samples.read.source
     if source.number is not None:
         line += f" (#{source.number:,} of the source's {samples.read.usable:,} usable rows)"
     samples.encoded.append(encoded)

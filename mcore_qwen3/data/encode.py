@@ -95,6 +95,10 @@ class ChatCodec:
         self._rule = rule
         self.pad_token_id = self._tokenizer.pad_token_id
 
+    @property
+    def writes_reasoning(self) -> bool:
+        return self._tokenizer.writes_reasoning
+
     def encode(self, items: Sequence[Item]) -> list[Marked | str]:
         """Ids and marks of each, or why the template refused it, in their order."""
         rendered: list[Rendered | str] = []
@@ -157,6 +161,11 @@ class Encoder:
     @property
     def rule(self) -> LengthRule:
         return self._rule
+
+    @property
+    def writes_reasoning(self) -> bool:
+        """False where a chat template leaves `reasoning_content` out."""
+        return not isinstance(self._codec, ChatCodec) or self._codec.writes_reasoning
 
     @property
     def pad_token_id(self) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 from mcore_qwen3.data.rows import SUFFIXES, DataFile
 from mcore_qwen3.errors import DataError
 
+LOCAL = "local"  # the origin of a file or folder here
 INDEXED_SUFFIXES = (".bin", ".idx")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _ENTRY = re.compile(r"(?:(?P<hub>hf|ms)::)?(?P<name>.+?)(?:#(?P<number>\d+))?", re.DOTALL)
@@ -66,7 +67,7 @@ def check_entries(entries: Sequence[str]) -> list[str]:
 def _source(entry: str, use_hf: bool | None) -> Source:
     hub, name, number = _parts(entry)
     if hub is None and (files := _local_files(name)):
-        return Source(name, "local", tuple(files), number)
+        return Source(name, LOCAL, tuple(files), number)
     identifier, subset = _hub_name(entry, name)
     hubs = [hub] if hub else {None: ["hf", "ms"], True: ["hf"], False: ["ms"]}[use_hf]
     problems = []

@@ -104,6 +104,13 @@ class ChatTokenizer:
                 mask[first:last] = 1
             yield ids, mask
 
+    @property
+    def writes_reasoning(self) -> bool:
+        """Whether the template writes the `reasoning_content` of a last turn; that of Instruct models does not."""
+        word = "reasoning"
+        turn: Message = {"role": "assistant", "content": "answer", "reasoning_content": word}
+        return word in self._render([{"role": "user", "content": "question"}, turn], None, DEFAULT_RULE)
+
     def _turns(self, messages: list[Message], tools: Tools, rule: TrainRule) -> tuple[str, list[Span]]:
         """The text of the template, and where it wrote each assistant message, in order."""
         text = self._render(messages, tools, rule)

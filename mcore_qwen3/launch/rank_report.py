@@ -78,11 +78,14 @@ def report_done(rank: int, exit_code: int = 0) -> None:
         _write(Path(os.environ[RUN_DIR]), f"rank_{rank}.done", json.dumps(asdict(done)))
 
 
-def report_error(rank: int, exc: BaseException, clean: bool) -> None:
+def report_error(rank: int, exc: BaseException, clean: bool) -> bool:
     """Tell the supervisor why this rank ends; without one, or when the folder cannot be written, tell the user.
 
     Under a supervisor the rank itself prints nothing: the errors of the other ranks, which only lost their
     connection, would bury the one that matters.
+
+    Returns:
+        Whether a supervisor has the report.
     """
     error = RankError(
         rank=rank,
@@ -96,10 +99,11 @@ def report_error(rank: int, exc: BaseException, clean: bool) -> None:
     if RUN_DIR in os.environ:
         try:
             _write(Path(os.environ[RUN_DIR]), f"rank_{rank}.error", json.dumps(asdict(error)))
-            return
+            return True
         except OSError as failure:
             print(f"rank {rank}: could not report to the launcher: {failure}", file=sys.stderr)
     print(f"rank {rank} on {error.host} failed: {error.traceback or error.message}", file=sys.stderr, flush=True)
+    return False
 
 
 def rank_main(fn: Callable[[], int]) -> int:
@@ -111,8 +115,9 @@ def rank_main(fn: Callable[[], int]) -> int:
             are torn down: else the other ranks fail, and report, first.
 
     Returns:
-        2 after a McoreQwen3Error, 1 after any other exception. After an orderly end what `fn` returned, or 0 under a
-        supervisor: torchrun would take another code for a failure, so the supervisor gets it by report and returns it.
+        0 when a supervisor has the report of an orderly end or an error, and returns the job's exit code itself:
+        torchrun takes any other code for a failure, and prints a traceback and a long table about it. Else what `fn`
+        returned, 2 after a McoreQwen3Error, 1 after any other exception.
     """
     rank = int(os.environ["RANK"])
     watch_parent()
@@ -120,7 +125,8 @@ def rank_main(fn: Callable[[], int]) -> int:
         exit_code = fn()
     except BaseException as exc:
         clean = isinstance(exc, McoreQwen3Error)
-        report_error(rank, exc, clean)
+        if report_error(rank, exc, clean):
+            return 0
         return EXIT_USER_ERROR if clean else EXIT_FAULT
     report_done(rank, exit_code)
     return 0 if SUPERVISED in os.environ else exit_code

@@ -50,6 +50,9 @@ def lines(words: str, facts: Facts = MOE_GPU) -> list[str]:
         ("--no_load_optim true", {"resumes": False}, "no_load_optim", "no earlier run"),
         ("--finetune true", {"reads_load": False}, "finetune", "--load is not read"),
         ("--eval_iters 5", {"evaluates": False}, "eval_iters", "no validation data"),
+        ("--packing_strategy sequential", {}, "packing_strategy", "packing is off"),
+        ("--loss_scale all", {"raw_text": True}, "loss_scale", "raw text"),
+        ("--enable_thinking false --ignore_empty_think true", {}, "ignore_empty_think", "enable_thinking is false"),
     ],
 )  # fmt: skip
 def test_said_once_with_the_reason(words: str, changes: dict, flag: str, because: str) -> None:

@@ -130,6 +130,15 @@ def test_names_of_self_cognition_rows(request_for: Request, tmp_path: Path) -> N
     assert "  2 rows with placeholders that stay as they are: --model_author not given" in one.report
 
 
+def test_reasoning_that_a_template_leaves_out_is_said(request_for: Request, tmp_path: Path, material_dir: Path) -> None:
+    reply = {"role": "assistant", "content": "A", "reasoning_content": "T"}
+    data = write(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "Q"}, reply]}])
+    line = "  1 row with reasoning_content, which this chat template leaves out"
+    assert line in prepare(request_for(data)).report
+    assert line not in prepare(request_for(data, rule=TrainRule(enable_thinking=False))).report
+    assert line not in prepare(request_for(data, tokenizer_dir=material_dir / "tokenizer")).report
+
+
 def test_every_switch_makes_another_folder(request_for: Request, tmp_path: Path) -> None:  # known fault B36
     data = numbered(tmp_path / "a.jsonl", 4, "q")
     changes: list[dict[str, Any]] = [
@@ -154,6 +163,17 @@ def test_sequential_packs(request_for: Request, tmp_path: Path) -> None:
     prepared = prepare(request)
     assert questions(prepared, request) == [f"q{n}" for n in range(30)]
     assert prepared.train.rows >= prepare(request_for(data, packing=True)).train.rows
+
+
+def test_padded_samples_fit_their_pack(request_for: Request, tmp_path: Path) -> None:
+    rows = [{"query": f"q{n}", "response": "a " * (n * 7 % 25) + "b"} for n in range(60)]
+    data = write(tmp_path / "a.jsonl", rows)
+    prepared = prepare(request_for(data, packing=True, row_multiple=8, sample_multiple=8, max_length=63))
+    assert prepared.full_row_length == 64
+    reader = SplitReader(prepared.path, "train")
+    padded = [sum(-(-len(ids) // 8) * 8 for ids, _ in reader.samples(row)) for row in range(len(reader))]
+    assert max(padded) == 64
+    assert prepared.train.rows > prepare(request_for(data, packing=True, max_length=63)).train.rows
 
 
 def test_raw_text_has_every_token_trained_and_one_end_token(request_for: Request, tmp_path: Path) -> None:  # B42

@@ -141,3 +141,5 @@ def test_interleaving_draws_by_share_until_one_is_used_up() -> None:
         assert drawn == sorted(drawn) and len(set(drawn)) == len(drawn)
     assert mixed.tolist() == interleave(parts, (0.5, 0.3, 0.2), 7).tolist()
     assert len(mixed) != len(interleave(parts, (0.5, 0.3, 0.2), 8))
+    small = interleave([np.arange(10), np.arange(10, 20)], (0.5, 0.5), 7)
+    assert 10 < len(small) < 20 and small[-1] in (9, 19)  # it ends with the first that is used up

@@ -195,6 +195,7 @@ def test_the_users_error_is_the_last_line(start: Callable[..., Job]) -> None:
     assert job.end() == 2
     assert job.last_lines.count("\n") == 1
     assert job.last_lines.endswith("failed first: the rule; seen: 1; change: that\n") and "rank 1" in job.last_lines
+    assert "torch/distributed" not in job.screen  # torchrun has a traceback and a table for what it takes for failed
     assert not job.running()
 
 

@@ -11,7 +11,15 @@ import pytest
 from mcore_qwen3.config import iter_flags, parse_args
 from mcore_qwen3.config.aliases import ALIASES
 
-PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/differences-from-ms-swift.md", "docs/numbers.md"]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "docs/convert.md",
+    "docs/data.md",
+    "docs/differences-from-ms-swift.md",
+    "docs/numbers.md",
+]
 DIFFERENCES = "docs/differences-from-ms-swift.md"
 
 

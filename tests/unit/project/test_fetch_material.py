@@ -36,7 +36,7 @@ def copy(material_dir: Path, root: Path, names: list[str]) -> None:
 
 
 def all_names(fetch: ModuleType) -> list[str]:
-    return [*fetch.TOKENIZER_FILES, *fetch.TEMPLATE_FILES, *fetch.DATA_FILES]
+    return [*fetch.TOKENIZER_FILES, *fetch.TEMPLATE_FILES, *fetch.DATA_FILES, *fetch.GSM_FILES]
 
 
 def test_complete_material_downloads_nothing(
@@ -53,7 +53,7 @@ def test_official_files_are_rebuilt_from_two_that_were_placed_by_hand(
     """The pinned sums are those of the official files, so equal sums mean that the recipe is right."""
     monkeypatch.setattr(fetch.subprocess, "run", no_client)
     by_hand = ["tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"]
-    copy(material_dir, tmp_path, [*by_hand, *fetch.TEMPLATE_FILES, *fetch.DATA_FILES])
+    copy(material_dir, tmp_path, [*by_hand, *fetch.TEMPLATE_FILES, *fetch.DATA_FILES, *fetch.GSM_FILES])
     assert run(fetch, tmp_path, monkeypatch) == 0
     found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert found == set(all_names(fetch))

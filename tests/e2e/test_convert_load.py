@@ -1,0 +1,131 @@
+"""Converted directories in megatron's own loader, at every layout; and back, whatever layout wrote them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.converting import load_by_megatron
+from helpers.ranks import pool
+from helpers.resuming import train_and_save
+from helpers.tiny import samples, write_model
+from helpers.training import Cut, Layout
+from safetensors.torch import load_file, save_file
+
+from mcore_qwen3.arch.shape import ModelShape
+from mcore_qwen3.cli.convert import run
+from mcore_qwen3.converters.data_only import read_metadata
+from mcore_qwen3.converters.table import name_table, units
+
+TP2_EP2 = Layout(tensor=2, expert=2, data=2)
+# (model, layout, grouped experts)
+CASES = [
+    ("moe", Layout(), True),
+    ("moe", Layout(), False),
+    ("moe", Layout(tensor=2), True),
+    ("moe", Layout(pipeline=2), True),
+    ("moe", Layout(data=2, expert=2), False),
+    ("moe", Layout(tensor=2, expert_tensor=2), True),
+    ("moe", TP2_EP2, True),
+    ("tied", Layout(tensor=2), True),
+    ("tied", Layout(pipeline=2), True),
+]
+KINDS: dict[str, dict[str, Any]] = {
+    "moe": {"moe": True, "vocab_size": 101},  # 101 rows: TP 2 has to pad them
+    "tied": {"moe": False, "tie_word_embeddings": True, "vocab_size": 101},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """kind -> (Hugging Face directory, the same converted)."""
+    made = {}
+    for kind, changes in KINDS.items():
+        root = tmp_path_factory.mktemp(kind)
+        write_model(root / "hf", **changes)
+        assert run(["hf2mcore", str(root / "hf"), str(root / "mcore")]) == 0
+        made[kind] = (root / "hf", root / "mcore")
+    return made
+
+
+@pytest.mark.parametrize(("kind", "layout", "grouped"), CASES, ids=str)
+def test_megatron_loads_it(models: dict, kind: str, layout: Layout, grouped: bool) -> None:
+    """B04 to B06, B08, B21: no model of ours reads the files here; every parameter of every rank has the right bits."""
+    hf, mcore = models[kind]
+    ranks = pool(layout.world).run(
+        load_by_megatron,
+        model_dir=str(hf),
+        checkpoint=str(mcore / "release"),
+        layout=layout,
+        sequence_parallel=layout.tensor > 1,
+        moe_grouped_gemm=grouped,
+    )
+    assert [rank["wrong"] for rank in ranks] == [[]] * layout.world
+    assert all(rank["parameters"] > 10 and rank["iteration"] == 0 for rank in ranks)
+
+
+def test_a_swapped_expert_is_seen(models: dict, tmp_path: Path) -> None:
+    """The check above can fail: two experts change places in the source of the comparison."""
+    hf, mcore = models["moe"]
+    tensors = load_file(hf / "model.safetensors")
+    one, two = (f"model.layers.1.mlp.experts.{e}.down_proj.weight" for e in (2, 3))
+    tensors[one], tensors[two] = tensors[two], tensors[one]
+    (tmp_path / "config.json").write_bytes((hf / "config.json").read_bytes())
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (rank,) = pool(1).run(load_by_megatron, model_dir=str(tmp_path), checkpoint=str(mcore / "release"), layout=Layout())
+    assert rank["wrong"] and all("layers.1.mlp.experts." in name for name in rank["wrong"])
+
+
+def test_the_layout_that_wrote_a_checkpoint_does_not_show(models: dict, tmp_path: Path) -> None:
+    """B04, B06, B15: trained at TP2 x EP2, then saved by one rank: both export the same bytes, moments left out."""
+    hf, _ = models["moe"]
+    rows = samples(8, vocabulary=101)
+    common = {"model_dir": str(hf), "cut": Cut(pack=2), "sequence_parallel": True}
+    pool(4).run(train_and_save, layout=TP2_EP2, batches=[rows], save=str(tmp_path / "four"), **common)
+    first = tmp_path / "four/iter_0000001"
+    pool(1).run(
+        train_and_save, layout=Layout(), batches=[rows], skip=1, resume=str(first), save=str(tmp_path / "one"),
+        **common | {"sequence_parallel": False},
+    )  # fmt: skip
+    assert (tmp_path / "four/latest_checkpointed_iteration.txt").read_text() == "1"
+    weights = []
+    for number, source in enumerate((tmp_path / "four", first, tmp_path / "one")):
+        target = tmp_path / f"back{number}"
+        assert run(["mcore2hf", str(source), str(target), "--hf_config", str(hf)]) == 0
+        weights.append((target / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1] == weights[2]
+    assert weights[0] != (hf / "model.safetensors").read_bytes(), "a step was trained"
+
+
+@pytest.mark.parametrize("spec", ["dense", "moe_grouped"])
+def test_keys_and_shapes_are_those_of_transformer_engine(repo_root: Path, tmp_path: Path, spec: str) -> None:
+    golden = json.loads((repo_root / "tests/golden/te_checkpoint_keys.json").read_text())
+    sizes = golden["config"]
+    config = {
+        "model_type": "qwen3" if spec == "dense" else "qwen3_moe", "hidden_size": sizes["hidden_size"],
+        "num_hidden_layers": sizes["num_layers"], "num_attention_heads": sizes["num_attention_heads"],
+        "num_key_value_heads": sizes["num_query_groups"], "head_dim": sizes["kv_channels"],
+        "intermediate_size": sizes["ffn_hidden_size"], "vocab_size": sizes["vocab_size"], "rope_theta": 1e6,
+        "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    if spec != "dense":
+        config |= {
+            "num_experts": sizes["num_moe_experts"],
+            "moe_intermediate_size": sizes["moe_ffn_hidden_size"],
+            "num_experts_per_tok": 2,
+        }
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/config.json").write_text(json.dumps(config))
+    table = name_table(ModelShape.from_hf_config(config))
+    tensors = {
+        rule.hf_name(part, index): torch.zeros(rule.hf_shape(part), dtype=torch.bfloat16)
+        for rule, index in units(table)
+        for part in range(len(rule.parts))
+    }
+    save_file(tensors, tmp_path / "hf/model.safetensors")
+    assert run(["hf2mcore", str(tmp_path / "hf"), str(tmp_path / "mcore")]) == 0
+    written = read_metadata(tmp_path / "mcore/release").state_dict_metadata
+    assert {key: list(entry.size) for key, entry in written.items()} == golden["specs"][spec]
