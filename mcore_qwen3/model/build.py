@@ -81,11 +81,11 @@ def build_model(
 
 def _set_yarn(config: TransformerConfig, scaling: RopeScaling) -> None:
     """Give megatron's YaRN embedding its terms, which it looks for on the configuration."""
-    config.yarn_rotary_scaling_factor = scaling.factor  # type: ignore[attr-defined]
-    config.yarn_original_max_position_embeddings = scaling.original_max_position_embeddings  # type: ignore[attr-defined]
-    config.yarn_beta_fast, config.yarn_beta_slow = scaling.beta_fast, scaling.beta_slow  # type: ignore[attr-defined]
-    config.yarn_mscale = config.yarn_mscale_all_dim = None  # type: ignore[attr-defined]
-    config.yarn_correction_range_round_to_int = scaling.truncate  # type: ignore[attr-defined]
+    config.yarn_rotary_scaling_factor = scaling.factor
+    config.yarn_original_max_position_embeddings = scaling.original_max_position_embeddings
+    config.yarn_beta_fast, config.yarn_beta_slow = scaling.beta_fast, scaling.beta_slow
+    config.yarn_mscale = config.yarn_mscale_all_dim = None
+    config.yarn_correction_range_round_to_int = scaling.truncate
     config.apply_rope_fusion = False  # transformer-engine's fused form for packed rows leaves the scale out
 
 

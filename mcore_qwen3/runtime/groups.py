@@ -88,10 +88,11 @@ def stop_model_parallel() -> None:
     """Leave megatron's groups and end their threads and connections; another layout may start then."""
     from megatron.core import parallel_state
 
-    groups = {group for group in parallel_state._global_process_group_list or [] if group is not None}
+    groups = dict.fromkeys(parallel_state._global_process_group_list or [])  # in the order of their making, each once
     parallel_state.destroy_model_parallel()  # forgets the groups, and destroys only some of them
-    for group in groups & set(dist.distributed_c10d._world.pg_map):
-        dist.destroy_process_group(group)
+    for group in groups:
+        if group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
 
 
 def seed_everything(seed: int) -> None:
