@@ -64,7 +64,7 @@ def test_megatron_loads_it(models: dict, kind: str, layout: Layout, grouped: boo
         moe_grouped_gemm=grouped,
     )
     assert [rank["wrong"] for rank in ranks] == [[]] * layout.world
-    assert all(rank["parameters"] > 10 and rank["iteration"] == 0 for rank in ranks)
+    assert all(rank["parameters"] >= 8 and rank["iteration"] == 0 for rank in ranks)
 
 
 def test_a_swapped_expert_is_seen(models: dict, tmp_path: Path) -> None:
