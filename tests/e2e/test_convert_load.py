@@ -30,11 +30,13 @@ CASES = [
     ("moe", Layout(data=2, expert=2), False),
     ("moe", Layout(tensor=2, expert_tensor=2), True),
     ("moe", TP2_EP2, True),
+    ("deep", Layout(pipeline=2, virtual=2), True),
     ("tied", Layout(tensor=2), True),
     ("tied", Layout(pipeline=2), True),
 ]
 KINDS: dict[str, dict[str, Any]] = {
     "moe": {"moe": True, "vocab_size": 101},  # 101 rows: TP 2 has to pad them
+    "deep": {"moe": True, "num_hidden_layers": 4},
     "tied": {"moe": False, "tie_word_embeddings": True, "vocab_size": 101},
 }
 
@@ -64,7 +66,8 @@ def test_megatron_loads_it(models: dict, kind: str, layout: Layout, grouped: boo
         moe_grouped_gemm=grouped,
     )
     assert [rank["wrong"] for rank in ranks] == [[]] * layout.world
-    assert all(rank["parameters"] >= 8 and rank["iteration"] == 0 for rank in ranks)
+    assert [rank["iteration"] for rank in ranks] == [0] * layout.world
+    assert min(rank["parameters"] for rank in ranks) >= 5
 
 
 def test_a_swapped_expert_is_seen(models: dict, tmp_path: Path) -> None:
