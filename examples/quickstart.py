@@ -82,8 +82,8 @@ def main() -> int:
     write_rows()
     train()
     drop = loss_drop()
-    difference = largest_logit_difference()
     text = generate("Give three tips for staying healthy.")
+    difference = largest_logit_difference()  # last: our model makes this process a rank, with megatron's CPU stand-ins
 
     print(
         f"\nThe loss fell by {drop:.2f} nats: first step minus the mean of the last ten (at least {REQUIRED_DROP_NATS} expected)"
@@ -190,8 +190,8 @@ def export_folder() -> Path:
 
 
 def largest_logit_difference() -> float:
-    """Step 4: transformers on the export against our model on the checkpoint it was exported from, in fp32."""
-    print("4/5 compare the export in transformers with our own model", flush=True)
+    """Step 5: transformers on the export against our model on the checkpoint it was exported from, in fp32."""
+    print("5/5 compare the export in transformers with our own model", flush=True)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -207,8 +207,8 @@ def largest_logit_difference() -> float:
 
 
 def generate(question: str) -> str:
-    """Step 5: a few tokens from the exported model, through its own chat template."""
-    print("5/5 generate a few tokens", flush=True)
+    """Step 4: a few tokens from the exported model, through its own chat template."""
+    print("4/5 generate a few tokens", flush=True)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -26,7 +26,7 @@ HEAD = "| layout | micro-batch | rows | recompute | experts | embeddings | vocab
 @pytest.fixture(scope="module")
 def reference(material_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(tied, vocabulary) -> directory, batches and what one rank computes with the plainest options."""
-    rows = real_samples(material_dir, 16 * STEPS, longest=72)
+    rows = real_samples(material_dir, 16 * STEPS, longest=56)
 
     @cache
     def compute(tied: bool, vocabulary: int) -> tuple[str, list[list[Sample]], dict[str, Any]]:

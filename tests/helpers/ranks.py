@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-TIMEOUT_S = 50.0
+TIMEOUT_S = 120.0
 STARTUP_S = 120.0
 
 
