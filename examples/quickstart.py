@@ -5,8 +5,8 @@ Run it with `make quickstart`. It does what a user does, in five steps:
 1. write a random Hugging Face checkpoint of about 25 M parameters with the real Qwen3 tokenizer;
 2. write real English and Chinese instruction rows as jsonl;
 3. run `megatron sft` on two ranks, each holding half of the experts;
-4. load the exported checkpoint in transformers, and compare its logits with those of our own model;
-5. let it write a few words.
+4. load the exported checkpoint in transformers, and let it write a few words;
+5. compare its logits with those of our own model.
 
 Everything lands in ./quickstart_output; a second run keeps the checkpoint and the rows and trains anew.
 """

@@ -28,6 +28,7 @@ def routed(model: torch.nn.Module, sample: Sample) -> list[torch.Tensor]:
             lambda gate, inputs, _: caught.append(inputs[0].reshape(-1, inputs[0].shape[-1]) @ gate.weight.T)
         )
         for layer in model.model.layers
+        if hasattr(layer.mlp, "gate")
     ]
     model(input_ids=torch.from_numpy(sample.ids)[None], use_cache=False)
     for hook in hooks:
@@ -137,6 +138,18 @@ def test_other_kinds(model: tuple[Path, torch.nn.Module], kind: str, layout: Lay
             name = "z_loss" if kind == "z_loss" else "balance_loss"
             assert ranks[0]["router"][0][name] == pytest.approx(float(expected.detach()) / 2, rel=1e-4)
     assert relative_error(found[0] - found[1], wanted) <= 1e-4
+
+
+def test_mean_is_over_moe_layers_alone(tmp_path: Path) -> None:
+    """B73: four layers of which one has experts: the logged mean is that layer's value."""
+    reference = write_model(tmp_path, moe=True, num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3])
+    rows = samples(4)
+    expected = float(expected_balance(reference, rows, 1).detach())
+    for layout in (Layout(), Layout(pipeline=2)):
+        ranks = pool(layout.world).run(
+            run_steps, model_dir=str(tmp_path), layout=layout, batches=[rows], cut=Cut(), moe_aux_loss_coeff=0.01
+        )
+        assert ranks[0]["router"][0]["balance_loss"] == pytest.approx(expected, rel=1e-4)
 
 
 LAYOUTS = [

@@ -16,6 +16,7 @@ PAGES = [
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/convert.md",
+    "docs/layouts.md",
     "docs/data.md",
     "docs/differences-from-ms-swift.md",
     "docs/numbers.md",
