@@ -131,6 +131,20 @@ def test_options_that_must_not_change_numbers(
         assert other["grad_norms"] == pytest.approx(one["grad_norms"], rel=1e-4)
 
 
+@pytest.mark.parametrize("layout", [Layout(), Layout(context=2)], ids=str)
+def test_selective_recompute_of_a_dense_model(
+    layout: Layout, batches: list[list[Sample]], reference: Any
+) -> None:
+    directory, one = reference("dense", "packed")
+    modules = ("core_attn", "mlp", "layernorm")
+    other = _run(
+        directory, layout, batches, CUTS["packed"], recompute_granularity="selective", recompute_modules=modules
+    )
+    errors = {key: relative_error(other["gradients"][key], one["gradients"][key]) for key in one["gradients"]}
+    assert max(errors.values()) <= 1e-5, errors
+    assert other["losses"] == pytest.approx(one["losses"], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("sabotage", "layout"), [("data", Layout(data=2)), ("norms", Layout(tensor=2))], ids=["data", "norms"]
 )
