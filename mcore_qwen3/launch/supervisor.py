@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from mcore_qwen3.launch.environment import LaunchPlan
@@ -34,6 +35,7 @@ _SEARCH_SECONDS = 0.2  # between two readings of the whole process table, until 
 _POLL_SECONDS = 0.05  # short against torchrun's second, to see how a rank ended before torchrun buries it
 _ONE_REQUEST_SECONDS = 5.0  # SLURM signals every process, and people press Ctrl-C twice: one request
 _AFTER_FAILURE_SECONDS = 3.0  # for the other ranks to report and end by themselves
+_KILLED_TOGETHER_SECONDS = 0.3  # between the end of ranks whose torchrun was killed and the news of torchrun's end
 _LEFTOVER_SECONDS = 2.0  # for helper processes of ranks that have ended in order
 _KILLED_SECONDS = 10.0  # for the kernel to free what killed processes held
 
@@ -134,8 +136,6 @@ class _Supervisor:
         """Notice ranks that have failed: by their report, or by having ended without one."""
         now = time.time()
         table = read_processes([rank.pid for rank in self._ranks])
-        if (self._torchrun.poll() or 0) < 0:  # the ranks died because torchrun was killed
-            return
         # Read after the table: a rank that was seen to have ended wrote its report before.
         reported = {done.pid for done in read_done(self._run_dir)}
         reported |= {error.pid for error in read_errors(self._run_dir)}
@@ -144,6 +144,8 @@ class _Supervisor:
             running = row is not None and row.started == process.started and not row.zombie
             if running or process.pid in self._ended:
                 continue
+            if process.pid not in reported and self._torchrun_was_killed():
+                return
             self._ended.add(process.pid)
             if process.pid not in reported:
                 status = row.wait_status if row is not None and row.zombie else None
@@ -153,6 +155,12 @@ class _Supervisor:
         if failure is not None and self._failed_at is None:
             self._failed_at = time.monotonic()
             _say(f"rank {failure.rank} failed; the other ranks have {_AFTER_FAILURE_SECONDS:g} s to end")
+
+    def _torchrun_was_killed(self) -> bool:
+        """Whether ranks died because torchrun was killed. The kernel ends them a moment before it reports torchrun's end."""
+        with suppress(subprocess.TimeoutExpired):
+            self._torchrun.wait(_KILLED_TOGETHER_SECONDS)
+        return (self._torchrun.returncode or 0) < 0
 
     def _look_at_signals(self) -> None:
         """Pass the first signal on; a Ctrl-C more than 5 s later kills."""
