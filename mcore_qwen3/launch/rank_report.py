@@ -1,5 +1,6 @@
 """What a rank tells its supervisor, and what it asks it, through small files in one folder.
 
+    rank_3.started  its pid, before anything else
     rank_3.done     the rank's work is done; the exit code it wants for the job
     rank_3.error    the exception that ended it
     stop            written by the supervisor: the number of the signal that asks for a save and a stop
@@ -18,6 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -121,6 +123,8 @@ def rank_main(fn: Callable[[], int]) -> int:
     """
     rank = int(os.environ["RANK"])
     watch_parent()
+    with suppress(KeyError, OSError):  # without a supervisor, or its folder: nothing to tell
+        _write(Path(os.environ[RUN_DIR]), f"rank_{rank}.started", str(os.getpid()))
     try:
         exit_code = fn()
     except BaseException as exc:
@@ -159,6 +163,11 @@ def on_stop_request(callback: Callable[[int], None]) -> None:
 def request_stop(run_dir: Path, signum: int) -> None:
     """Supervisor: leave the request for ranks that cannot take the signal yet. Call before sending it."""
     _write(run_dir, "stop", str(signum))
+
+
+def read_started(run_dir: Path) -> list[int]:
+    """Supervisor: pids of the ranks of this node that have begun; each leads the process group of its helpers."""
+    return [int(path.read_text()) for path in run_dir.glob("rank_*.started")]
 
 
 def read_done(run_dir: Path) -> list[RankDone]:

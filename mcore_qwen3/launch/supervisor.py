@@ -28,7 +28,15 @@ from mcore_qwen3.launch.processes import (
     send_signal,
     wait_until_gone,
 )
-from mcore_qwen3.launch.rank_report import EXIT_FAULT, STOP_SIGNALS, first_error, read_done, read_errors, request_stop
+from mcore_qwen3.launch.rank_report import (
+    EXIT_FAULT,
+    STOP_SIGNALS,
+    first_error,
+    read_done,
+    read_errors,
+    read_started,
+    request_stop,
+)
 from mcore_qwen3.launch.torchrun import child_environment, torchrun_command
 
 _SEARCH_SECONDS = 0.2  # between two readings of the whole process table, until all ranks are found
@@ -201,7 +209,9 @@ class _Supervisor:
 
     def _leave_nothing(self) -> None:
         """End what is left of torchrun, the ranks and their helpers; at once unless all ended in order."""
-        groups = [self._torchrun.pid, *(process.pid for process in self._ranks)]
+        # By their own word too: torchrun may have been killed before its children were looked for.
+        ranks = dict.fromkeys([*(process.pid for process in self._ranks), *read_started(self._run_dir)])
+        groups = [self._torchrun.pid, *ranks]
         if self._torchrun.poll() == 0 and wait_until_gone(groups, _LEFTOVER_SECONDS):
             return
         below = descendants(groups)
