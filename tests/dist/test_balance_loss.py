@@ -140,6 +140,31 @@ def test_other_kinds(model: tuple[Path, torch.nn.Module], kind: str, layout: Lay
     assert relative_error(found[0] - found[1], wanted) <= 1e-4
 
 
+def test_row_loss_does_not_depend_on_the_micro_batch(model: tuple[Path, torch.nn.Module]) -> None:
+    """B66: with seq_aux_loss the router's gradient is the same for micro-batches of 1, 2 and 4 rows, and for two ranks."""
+    directory, _ = model
+    rows = with_trained_share(samples(8), 0.1)
+
+    def router_gradient(layout: Layout, micro_batch: int, coefficient: float) -> torch.Tensor:
+        ranks = pool(layout.world).run(
+            run_steps,
+            model_dir=str(directory),
+            layout=layout,
+            batches=[rows],
+            cut=Cut(micro_batch=micro_batch),
+            moe_aux_loss_coeff=coefficient,
+            moe_router_load_balancing_type="seq_aux_loss",
+        )
+        return assemble(ranks, atol=1e-6)["decoder.layers.mlp.router.weight"]
+
+    plain = router_gradient(Layout(), 1, 0.0)
+    one = router_gradient(Layout(), 1, COEFFICIENT) - plain
+    assert float(one.abs().max()) > 1e-4
+    for layout, micro_batch in ((Layout(), 2), (Layout(), 4), (Layout(data=2), 2), (Layout(data=2), 4)):
+        other = router_gradient(layout, micro_batch, COEFFICIENT) - plain
+        assert relative_error(other, one) <= 1e-4, (layout, micro_batch)
+
+
 def test_mean_is_over_moe_layers_alone(tmp_path: Path) -> None:
     """B73: four layers of which one has experts: the logged mean is that layer's value."""
     reference = write_model(tmp_path, moe=True, num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3])
