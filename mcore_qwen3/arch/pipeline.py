@@ -129,7 +129,7 @@ def _sums(num_layers: int, split: PipelineSplit) -> Iterator[Rule]:
 
 
 def _seen(num_layers: int, split: PipelineSplit) -> str:
-    return f"{num_layers} layers, PP {split.pipeline} {_flags(split)}".rstrip()
+    return f"{num_layers} layers, PP {split.pipeline} {_words(split)}".rstrip()
 
 
 def is_legal(num_layers: int, split: PipelineSplit) -> bool:
@@ -147,13 +147,17 @@ def other_splits(num_layers: int, split: PipelineSplit) -> Iterator[tuple[str, P
     for candidate in dict.fromkeys([*candidates, *([balanced] if balanced else [])]):
         if is_legal(num_layers, candidate):
             counts = ",".join(str(sum(chunks)) for chunks in stage_layers(num_layers, candidate))
-            yield f"{_flags(candidate) or 'no flag that makes stages unequal'} (stages {counts})", candidate
+            only = "only " if _flags(candidate) and _flags(split).keys() - _flags(candidate).keys() else ""
+            yield f"{only}{_words(candidate) or 'no flag that makes stages unequal'} (stages {counts})", candidate
 
 
-def _flags(split: PipelineSplit) -> str:
-    parts = [f"{flag} {own}" for flag, own in ((FIRST, split.first), (LAST, split.last)) if own is not None]
-    parts += [f"{flag} true" for flag, on in ((EMBEDDING, split.embedding), (LOSS, split.loss)) if on]
-    return " ".join(parts)
+def _flags(split: PipelineSplit) -> dict[str, str]:
+    ends = {flag: str(own) for flag, own in ((FIRST, split.first), (LAST, split.last)) if own is not None}
+    return ends | {flag: "true" for flag, on in ((EMBEDDING, split.embedding), (LOSS, split.loss)) if on}
+
+
+def _words(split: PipelineSplit) -> str:
+    return " ".join(f"{flag} {value}" for flag, value in _flags(split).items())
 
 
 def balanced_split(num_layers: int, plain: PipelineSplit) -> PipelineSplit | None:

@@ -130,7 +130,7 @@ def test_legal_cuts_are_those_that_megatron_builds_without_losing_a_layer() -> N
         (4, 3, {FIRST: 2, LAST: 2}, ["one or more each", "0 for 1 stage (", "num_layers 1"]),
         (94, 4, {FIRST: 23, "account_for_loss": True}, [
             "count as layers only where no stage is given",
-            "--decoder_first_pipeline_num_layers 23 --decoder_last_pipeline_num_layers 23 (stages 23,24,24,23)",
+            "change: only --decoder_first_pipeline_num_layers 23 --decoder_last_pipeline_num_layers 23 (stages 23,24,24,23)",
         ]),
         (94, 4, {"account_for_loss": True}, ["with the embedding and the loss where they count", ": 95"]),
         (4, 1, {"virtual_pipeline": 2}, ["virtual pipeline stages need PP above 1", "model_parallel_size 1"]),
@@ -143,7 +143,7 @@ def test_legal_cuts_are_those_that_megatron_builds_without_losing_a_layer() -> N
             "at PP 2 with virtual stages only one", "no flag that makes stages unequal (stages 4,4)",
         ]),
         (10, 2, {"virtual_pipeline": 2, FIRST: 4, LAST: 6}, [
-            "only one of the two", "--decoder_first_pipeline_num_layers 4 (stages 4,6)",
+            "only one of the two", "change: only --decoder_first_pipeline_num_layers 4 (stages 4,6)",
         ]),
         (4, 2, {FIRST: 0}, ["must be at least 1", "--decoder_first_pipeline_num_layers 1 or more"]),
     ],

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from conftest import model_config
 
+from mcore_qwen3.cli.dry_run import dry_run_lines
 from mcore_qwen3.cli.prepare import prepare_request
 from mcore_qwen3.cli.resolve import ResolvedRun, resolve, resolve_device
 from mcore_qwen3.config import parse_args, to_yaml
@@ -162,6 +163,20 @@ def test_the_pipelines_cut_reaches_the_layout(moe_dir: Path) -> None:
     assert resolved(moe_dir, words, world_size=3).layout.stages_text() == "1, 2, 1"
     with pytest.raises(ConfigError, match="multiple of PP"):
         resolved(moe_dir, counted, world_size=3)
+
+
+def test_b97_the_dry_run_names_the_heaviest_stage(moe_dir: Path) -> None:
+    """Row B97 of known faults: stages of 1 and 3 layers are not two of 2."""
+    uneven = "--pipeline_model_parallel_size 2 --decoder_first_pipeline_num_layers 1"
+    lines = dry_run_lines(resolved(moe_dir, uneven, world_size=2), [])
+    table, norms, experts = 128 * 32, 2 * 32 + 2 * 16, 8 * 3 * 32 * 16 + 8 * 32
+    layer = (64 + 2 * 64) * 32 + 64 * 32 + norms + experts
+    assert "  layers per stage: 1, 3" in lines
+    assert any(line.startswith(f"  stage 0: 1 layers, {table + layer:,} parameters") for line in lines)
+    assert any(line.startswith(f"  heaviest: stage 1, {3 * layer + 32 + table:,} parameters") for line in lines)
+    chunks = "--pipeline_model_parallel_size 2 --virtual_pipeline_model_parallel_size 2"
+    assert "  layers per stage: 1+1, 1+1" in dry_run_lines(resolved(moe_dir, chunks, world_size=2), [])
+    assert not any("heaviest" in line for line in dry_run_lines(resolved(moe_dir), []))
 
 
 def test_interleaved_batches_come_in_groups_of_pp(moe_dir: Path) -> None:
