@@ -13,14 +13,13 @@ import torch.distributed as dist
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import MegatronModule
 
+from mcore_qwen3.arch.shape import TRACKER
 from mcore_qwen3.errors import McoreQwen3Error
 from mcore_qwen3.model.build import unwrapped
 from mcore_qwen3.model.pieces import pieces
 from mcore_qwen3.train.optimizer import Chunks
 from mcore_qwen3.train.optimizer_state import ensure_state, state_parts
 from mcore_qwen3.train.state import TrainState
-
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class SaveError(McoreQwen3Error):
