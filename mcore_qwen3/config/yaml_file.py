@@ -1,13 +1,36 @@
-"""A flat YAML file of flags."""
+"""A flat YAML file of flags: the user's own, or one of those that come with the package."""
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from mcore_qwen3.errors import ConfigError
+
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
+
+def find_config(name: str) -> Path:
+    """The file that ``--config`` names: a path, or else a name without folder and ending, such as qwen3-30b-a3b-sft.
+
+    Raises ConfigError where there is neither.
+    """
+    path = Path(name)
+    if path.exists():
+        return path
+    packaged = {file.stem: file for file in sorted(CONFIGS.glob("*.yaml"))}
+    if name in packaged:
+        return packaged[name]
+    near = difflib.get_close_matches(name, packaged, n=3, cutoff=0.5)
+    raise ConfigError(
+        "--config names a YAML file, or a configuration that comes with the package",
+        seen=f"no file {name}",
+        fix="the path" + (f", or one of {', '.join(near)}" if near else f"; configurations: {CONFIGS}"),
+    )
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -27,7 +50,7 @@ def read_flat_yaml(path: str) -> dict[str, Any]:
     Raises ConfigError for a missing file, text that is no YAML, or a top level that is no mapping from names.
     """
     try:
-        with Path(path).open(encoding="utf-8") as file:
+        with find_config(path).open(encoding="utf-8") as file:
             content = yaml.load(file, Loader=_UniqueKeyLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("the --config file cannot be read", seen=f"{path} ({_reason(error)})") from None

@@ -1,0 +1,209 @@
+"""Every legal layout of a model on a number of GPUs, and which of them fit and are fast.
+
+Knobs that are searched: TP, CP, PP (uneven stages where the layers do not divide), virtual stages, EP, expert-TP,
+micro-batch and recompute. A knob that the user fixes keeps its value.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mcore_qwen3.arch import ModelShape, ParallelLayout, heaviest_stage, resolve_layout, row_multiple
+from mcore_qwen3.arch.pipeline import PipelineSplit, balanced_split, is_legal
+from mcore_qwen3.errors import ConfigError
+from mcore_qwen3.planner.gpus import Gpu
+from mcore_qwen3.planner.memory import Account, heaviest_account
+from mcore_qwen3.planner.settings import Settings
+from mcore_qwen3.planner.step_time import StepTime, estimate_step
+
+SHORTEST_PART = 2048  # tokens of a row a context-parallel rank keeps: below, attention is too short to hide the exchange
+LARGEST_MICRO_BATCH = 8
+MOST_VIRTUAL_STAGES = 12  # the most that any published run has
+
+# Cheapest first: what is kept instead of computed again costs memory, never time.
+RECOMPUTE: tuple[Mapping[str, Any], ...] = (
+    {"recompute_granularity": "none"},
+    {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "moe_act")},
+    {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "moe")},
+    {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A layout with its settings and what they cost. `account` is the heaviest stage's."""
+
+    layout: ParallelLayout
+    settings: Settings
+    account: Account
+    step: StepTime
+
+    def fits(self, gpu: Gpu) -> bool:
+        """Whether the middle of the estimate lies in the GPU's memory."""
+        return self.account.total <= gpu.usable_bytes
+
+    def at_the_edge(self, gpu: Gpu) -> bool:
+        """Whether the upper end of the estimate lies above it."""
+        return self.account.high > gpu.usable_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Search:
+    """What is searched. `fixed` holds the flags that the user gave, by name; `settings` everything that is not a knob."""
+
+    shape: ModelShape
+    gpu: Gpu
+    settings: Settings
+    fixed: Mapping[str, Any]
+    calibration: Any
+
+    def best(self, gpus: int) -> list[Plan]:
+        """The plans that fit, the fastest first; those at the edge of the memory behind all others."""
+        plans = [plan for plan in self._plans(gpus) if plan.fits(self.gpu)]
+        return sorted(plans, key=lambda plan: (plan.at_the_edge(self.gpu), plan.step.seconds))
+
+    def lightest(self, gpus: int) -> Plan | None:
+        """The plan that needs least memory, for the case that none fits."""
+        return min(self._plans(gpus, all_sizes=True), key=lambda plan: plan.account.total, default=None)
+
+    def fewest_gpus(self, limit: int) -> int | None:
+        """The smallest number of GPUs, whole nodes above one, on which something fits."""
+        node = self.gpu.gpus_per_node
+        sizes = [size for size in (1, 2, 4, 8, 16, 32) if size < node]
+        sizes += range(node, limit + 1, node)
+        return next((size for size in sizes if size <= limit and self._any_fits(size)), None)
+
+    def _any_fits(self, gpus: int) -> bool:
+        return any(plan.fits(self.gpu) for plan in self._plans(gpus))
+
+    def _plans(self, gpus: int, *, all_sizes: bool = False) -> Iterator[Plan]:
+        """One plan a layout and micro-batch: with the least recompute that fits, or with the most where none does."""
+        for layout in self._layouts(gpus):
+            if not all_sizes and self._state_bytes(layout) > self.gpu.usable_bytes:
+                continue
+            for settings in self._micro_batches(layout):
+                yield self._least_recompute(layout, settings)
+
+    def _state_bytes(self, layout: ParallelLayout) -> float:
+        """A lower bound of any account: weights and gradients of the heaviest stage."""
+        frozen = self.settings.train_type == "lora"
+        state = heaviest_stage(self.shape, layout, self.settings.bf16)[1]
+        each = self.settings.element_bytes + (0 if frozen else self.settings.gradient_bytes)
+        return float(state.parameters * each)
+
+    def _least_recompute(self, layout: ParallelLayout, settings: Settings) -> Plan:
+        for choice in self._recompute_choices():
+            chosen = replace(settings, **choice)
+            account = heaviest_account(self.shape, layout, chosen)
+            if account.high <= self.gpu.usable_bytes:
+                break
+        step = estimate_step(self.shape, layout, chosen, self.gpu, self.calibration)
+        return Plan(layout=layout, settings=chosen, account=account, step=step)
+
+    def _recompute_choices(self) -> tuple[Mapping[str, Any], ...]:
+        if any(name.startswith("recompute_") for name in self.fixed):
+            return ({},)
+        return RECOMPUTE if self.shape.is_moe else (RECOMPUTE[0], RECOMPUTE[-1])
+
+    def _micro_batches(self, layout: ParallelLayout) -> Iterator[Settings]:
+        settings = for_layout(self.settings, layout)
+        group = layout.data * (layout.pipeline if layout.virtual_pipeline > 1 else 1)
+        sizes = [1, 2, 4, LARGEST_MICRO_BATCH]
+        if "micro_batch_size" in self.fixed:
+            sizes = [settings.micro_batch_size]
+        for size in sizes:
+            if settings.global_batch_size % (size * group) == 0:
+                yield replace(settings, micro_batch_size=size)
+
+    def _layouts(self, gpus: int) -> Iterator[ParallelLayout]:
+        """Every legal layout, each once. The rules of `resolve_layout` decide; sizes are powers of two and divisors."""
+        shape = self.shape
+        tensors = self._sizes("tensor_model_parallel_size", self.gpu.gpus_per_node)
+        for tensor in tensors:
+            for context in self._sizes("context_parallel_size", max(1, self.settings.row_length // SHORTEST_PART)):
+                for pipeline in self._pipelines(gpus):
+                    if gpus % (tensor * context * pipeline):
+                        continue
+                    if self.settings.global_batch_size % (gpus // (tensor * context * pipeline)):
+                        continue
+                    for expert in self._sizes("expert_model_parallel_size", max(1, shape.num_experts)):
+                        for inner in self._expert_tensors(tensor):
+                            if shape.is_moe and gpus % (pipeline * expert * inner):
+                                continue
+                            yield from self._cuts(gpus, tensor, context, pipeline, expert, inner)
+
+    def _sizes(self, flag: str, limit: int) -> list[int]:
+        if flag in self.fixed:
+            return [int(self.fixed[flag])]
+        return [2**power for power in range(limit.bit_length()) if 2**power <= limit]
+
+    def _pipelines(self, gpus: int) -> list[int]:
+        if "pipeline_model_parallel_size" in self.fixed:
+            return [int(self.fixed["pipeline_model_parallel_size"])]
+        return [size for size in range(1, min(gpus, self.shape.num_layers) + 1) if gpus % size == 0]
+
+    def _expert_tensors(self, tensor: int) -> list[int]:
+        if "expert_tensor_parallel_size" in self.fixed:
+            return [int(self.fixed["expert_tensor_parallel_size"])]
+        return [1, tensor] if self.shape.is_moe and tensor > 1 else [1]
+
+    def _cuts(
+        self, gpus: int, tensor: int, context: int, pipeline: int, expert: int, inner: int
+    ) -> Iterator[ParallelLayout]:
+        for cut in self._pipeline_cuts(pipeline):
+            try:
+                yield resolve_layout(
+                    gpus,
+                    tensor=tensor,
+                    pipeline=pipeline,
+                    context=context,
+                    expert=expert,
+                    expert_tensor=inner,
+                    sequence_parallel=self.fixed.get("sequence_parallel", True),
+                    virtual_pipeline=cut.virtual,
+                    first_stage_layers=cut.first,
+                    last_stage_layers=cut.last,
+                    account_for_embedding=cut.embedding,
+                    account_for_loss=cut.loss,
+                    shape=self.shape,
+                )
+            except ConfigError:  # a rule that the loops do not know
+                continue
+
+    def _pipeline_cuts(self, pipeline: int) -> tuple[PipelineSplit, ...]:
+        ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+        counted = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+        virtual = self.fixed.get("virtual_pipeline_model_parallel_size")
+        if any(self.fixed.get(name) for name in (*ends, *counted)):
+            first, last = (self.fixed.get(name) for name in ends)
+            embedding, loss = (bool(self.fixed.get(name)) for name in counted)
+            return (PipelineSplit(pipeline=pipeline, virtual=virtual or 1, first=first, last=last, embedding=embedding, loss=loss),)
+        return pipeline_cuts(self.shape.num_layers, pipeline, virtual)
+
+
+def for_layout(settings: Settings, layout: ParallelLayout) -> Settings:
+    """The settings with the length of a row rounded up as the layout needs it."""
+    multiple = row_multiple(layout.tensor, layout.sequence_parallel, layout.context)
+    return replace(settings, row_length=-(-settings.row_length // multiple) * multiple)
+
+
+@functools.cache
+def pipeline_cuts(num_layers: int, pipeline: int, virtual: int | None) -> tuple[PipelineSplit, ...]:
+    """How the layers may be shared out, for each number of virtual stages: evenly; with the embedding and the loss
+    counted as a layer each (94 layers as 96); or, without virtual stages, by the balanced cut."""
+    if pipeline == 1:
+        return (PipelineSplit(pipeline=1, virtual=virtual or 1),)
+    cuts = []
+    for size in [virtual] if virtual else range(1, MOST_VIRTUAL_STAGES + 1):
+        even = PipelineSplit(pipeline=pipeline, virtual=size)
+        counted = replace(even, embedding=True, loss=True)
+        if is_legal(num_layers, even):
+            cuts.append(even)
+        elif is_legal(num_layers, counted):
+            cuts.append(counted)
+        elif size == 1 and (balanced := balanced_split(num_layers, even)) is not None:
+            cuts.append(balanced)
+    return tuple(cuts)
