@@ -1,6 +1,7 @@
 """Arithmetic about a model and its layout, with the standard library alone: sizes, parameters, bytes, legal layouts."""
 
 from mcore_qwen3.arch.batch import BatchPlan, resolve_batch
+from mcore_qwen3.arch.flops import effective_length, flops_per_token
 from mcore_qwen3.arch.layout import ParallelLayout, RankCoordinates, resolve_layout
 from mcore_qwen3.arch.params import ParameterCount, count_parameters
 from mcore_qwen3.arch.rope import RopeScaling
@@ -18,7 +19,9 @@ __all__ = [
     "RankState",
     "RopeScaling",
     "count_parameters",
+    "effective_length",
     "find_config_file",
+    "flops_per_token",
     "heaviest_stage",
     "iteration_directory",
     "padded_vocab_size",
