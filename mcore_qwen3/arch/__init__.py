@@ -6,7 +6,7 @@ from mcore_qwen3.arch.layout import ParallelLayout, RankCoordinates, resolve_lay
 from mcore_qwen3.arch.params import ParameterCount, count_parameters
 from mcore_qwen3.arch.rope import RopeScaling
 from mcore_qwen3.arch.rows import padded_vocab_size, row_multiple
-from mcore_qwen3.arch.shape import ModelShape, find_config_file, iteration_directory, read_model_shape
+from mcore_qwen3.arch.shape import ModelShape, find_config_file, iteration_directory, read_model_shape, read_shape_file
 from mcore_qwen3.arch.state import NOT_COUNTED, RankState, heaviest_stage, rank_state
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "padded_vocab_size",
     "rank_state",
     "read_model_shape",
+    "read_shape_file",
     "resolve_batch",
     "resolve_layout",
     "row_multiple",
