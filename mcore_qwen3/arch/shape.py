@@ -136,7 +136,15 @@ def read_model_shape(directory: str | Path) -> ModelShape:
     Raises:
         ConfigError: there is no such directory, no readable `config.json` in it, or the model is not supported.
     """
-    path = find_config_file(directory)
+    return read_shape_file(find_config_file(directory))
+
+
+def read_shape_file(path: Path) -> ModelShape:
+    """The shape that one `config.json` describes.
+
+    Raises:
+        ConfigError: the file is not readable JSON, or the model is not supported.
+    """
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:

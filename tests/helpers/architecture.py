@@ -24,13 +24,14 @@ OURS = {
     "errors": set(),
     "config": {"errors"},
     "arch": {"errors", "config"},
+    "planner": {"errors", "config", "arch"},
     "launch": {"errors", "config", "arch"},
     "converters": {"errors", "config", "arch"},
     "runtime": {"errors", "config", "arch"},
     "data": {"errors", "config", "arch"},
     "model": {"errors", "config", "arch", "runtime"},
     "train": {"errors", "config", "arch", "runtime", "model", "data"},
-    "cli": {"errors", "config", "arch", "launch", "converters", "runtime", "data", "model", "train", "cli"},
+    "cli": {"errors", "config", "arch", "planner", "launch", "converters", "runtime", "data", "model", "train", "cli"},
     "__main__": {"cli"},
     "__init__": set(),
 }
@@ -40,6 +41,7 @@ LIBRARIES = {
     "errors": set(),
     "config": {"yaml"},
     "arch": set(),
+    "planner": set(),
     "launch": set(),
     "converters": {"torch", "safetensors", "numpy"},
     "runtime": {"torch", "numpy", "megatron", "transformer_engine", "apex"},
@@ -65,7 +67,7 @@ FILE_LIBRARIES = {"data/indexed.py": {"megatron"}}
 ACCELERATORS = {"transformer_engine", "apex", "flash_attn"}
 
 # Packages that cannot hand a device to torch (they may not import it), and the one whose job it is.
-NO_DEVICE_RULE = {"config", "arch", "launch", "runtime", "errors"}
+NO_DEVICE_RULE = {"config", "arch", "planner", "launch", "runtime", "errors"}
 DEVICE_NAME = re.compile(r"(cuda|cpu|nccl|gloo)(:\d+)?")
 DEVICE_KEYWORDS = {"device", "map_location", "backend", "device_type"}
 DEVICE_MODULES = {"cuda", "cpu", "mps", "xpu"}
