@@ -1,13 +1,14 @@
 """Every setting of a run as frozen dataclasses: from flags and YAML, and back to YAML. Imports no torch."""
 
 from mcore_qwen3.config.checks import check_schedule, decay_iters, warmup_iters
-from mcore_qwen3.config.commands import DATA, EXPORT, HF2MCORE, MCORE2HF, VERIFY, ParsedRun, parse_args
+from mcore_qwen3.config.commands import DATA, EXPORT, HF2MCORE, MCORE2HF, PLAN, VERIFY, ParsedRun, parse_args
 from mcore_qwen3.config.convert import Hf2McoreConfig, Mcore2HfConfig, VerifyConfig, shard_bytes
 from mcore_qwen3.config.data import DataFlags, renamed_columns
 from mcore_qwen3.config.effects import Facts, flags_without_effect
 from mcore_qwen3.config.flags import Flag
 from mcore_qwen3.config.inspect import InspectConfig
 from mcore_qwen3.config.parser import Command, Parsed, parse_command
+from mcore_qwen3.config.plan import PlanConfig
 from mcore_qwen3.config.run import RunConfig, iter_flags, to_flat_dict, to_yaml, with_values
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "EXPORT",
     "HF2MCORE",
     "MCORE2HF",
+    "PLAN",
     "VERIFY",
     "Command",
     "DataFlags",
@@ -25,6 +27,7 @@ __all__ = [
     "Mcore2HfConfig",
     "Parsed",
     "ParsedRun",
+    "PlanConfig",
     "RunConfig",
     "VerifyConfig",
     "check_schedule",

@@ -7,6 +7,7 @@ from mcore_qwen3.config.checks import check
 from mcore_qwen3.config.convert import Hf2McoreConfig, Mcore2HfConfig, VerifyConfig, check_conversion, check_verify
 from mcore_qwen3.config.inspect import InspectConfig, check_inspect
 from mcore_qwen3.config.parser import Command, Parsed, parse_command
+from mcore_qwen3.config.plan import PlanConfig, check_plan
 from mcore_qwen3.config.run import RunConfig
 
 ParsedRun = Parsed[RunConfig]
@@ -33,6 +34,7 @@ EXPORT = Command(
     words=("src", "dst"),
 )
 DATA = Command(program="megatron data", root=InspectConfig, aliases=DATA_ALIASES, check=check_inspect)
+PLAN = Command(program="megatron plan", root=PlanConfig, aliases=ALIASES, check=check_plan)
 VERIFY = Command(program="convert verify", root=VerifyConfig, aliases={}, check=check_verify, words=("a", "b"))
 
 

@@ -36,7 +36,9 @@ class AssumptionFlags:
 
     train_type: str = flag("full", "full, or lora (memory and time alone)", choices=("full", "lora"))
     lora_rank: int = flag(8, "with lora: rank of the adapters on all linear layers", at_least=1)
-    moe_imbalance: float = flag(1.3, "tokens of the busiest rank's experts / an even share", at_least=1)
+    moe_imbalance: float | None = flag(
+        None, "tokens of the busiest rank's experts / an even share; unset: as published runs had", at_least=1
+    )
     effective_length: int | None = flag(
         None, "packed rows: sum of squared sample lengths / sum of lengths; unset: one sample a row", at_least=1
     )

@@ -14,8 +14,9 @@ from typing import Any
 from mcore_qwen3.arch import ModelShape, ParallelLayout, heaviest_stage, resolve_layout, row_multiple
 from mcore_qwen3.arch.pipeline import PipelineSplit, balanced_split, is_legal
 from mcore_qwen3.errors import ConfigError
+from mcore_qwen3.planner.calibration import Calibration
 from mcore_qwen3.planner.gpus import Gpu
-from mcore_qwen3.planner.memory import Account, heaviest_account
+from mcore_qwen3.planner.memory import GIB, Account, heaviest_account
 from mcore_qwen3.planner.settings import Settings
 from mcore_qwen3.planner.step_time import StepTime, estimate_step
 
@@ -32,6 +33,11 @@ RECOMPUTE: tuple[Mapping[str, Any], ...] = (
 )
 
 
+def usable_bytes(gpu: Gpu) -> float:
+    """Bytes that a process can allocate."""
+    return gpu.memory_gib * GIB
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """A layout with its settings and what they cost. `account` is the heaviest stage's."""
@@ -43,11 +49,11 @@ class Plan:
 
     def fits(self, gpu: Gpu) -> bool:
         """Whether the middle of the estimate lies in the GPU's memory."""
-        return self.account.total <= gpu.usable_bytes
+        return self.account.total <= usable_bytes(gpu)
 
     def at_the_edge(self, gpu: Gpu) -> bool:
         """Whether the upper end of the estimate lies above it."""
-        return self.account.high > gpu.usable_bytes
+        return self.account.high > usable_bytes(gpu)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,12 +64,39 @@ class Search:
     gpu: Gpu
     settings: Settings
     fixed: Mapping[str, Any]
-    calibration: Any
+    calibration: Calibration
 
     def best(self, gpus: int) -> list[Plan]:
         """The plans that fit, the fastest first; those at the edge of the memory behind all others."""
         plans = [plan for plan in self._plans(gpus) if plan.fits(self.gpu)]
         return sorted(plans, key=lambda plan: (plan.at_the_edge(self.gpu), plan.step.seconds))
+
+    def one(self, gpus: int, flags: Mapping[str, Any]) -> Plan:
+        """The plan of one layout: sizes that `flags` does not name are 1.
+
+        Raises:
+            ConfigError: it breaks a rule of layouts or batches.
+        """
+        layout = resolve_layout(
+            gpus,
+            tensor=flags.get("tensor_model_parallel_size", 1),
+            pipeline=flags.get("pipeline_model_parallel_size", 1),
+            context=flags.get("context_parallel_size", 1),
+            expert=flags.get("expert_model_parallel_size", 1),
+            expert_tensor=flags.get("expert_tensor_parallel_size", 1),
+            sequence_parallel=True,
+            virtual_pipeline=flags.get("virtual_pipeline_model_parallel_size", 1),
+            first_stage_layers=flags.get("decoder_first_pipeline_num_layers"),
+            last_stage_layers=flags.get("decoder_last_pipeline_num_layers"),
+            account_for_embedding=flags.get("account_for_embedding_in_pipeline_split", False),
+            account_for_loss=flags.get("account_for_loss_in_pipeline_split", False),
+            shape=self.shape,
+        )
+        knobs = {name: value for name, value in flags.items() if name in ("micro_batch_size", "recompute_granularity")}
+        settings = replace(for_layout(self.settings, layout), **knobs)
+        account = heaviest_account(self.shape, layout, settings)
+        step = estimate_step(self.shape, layout, settings, self.gpu, self.calibration)
+        return Plan(layout=layout, settings=settings, account=account, step=step)
 
     def lightest(self, gpus: int) -> Plan | None:
         """The plan that needs least memory, for the case that none fits."""
@@ -82,7 +115,7 @@ class Search:
     def _plans(self, gpus: int, *, all_sizes: bool = False) -> Iterator[Plan]:
         """One plan a layout and micro-batch: with the least recompute that fits, or with the most where none does."""
         for layout in self._layouts(gpus):
-            if not all_sizes and self._state_bytes(layout) > self.gpu.usable_bytes:
+            if not all_sizes and self._state_bytes(layout) > usable_bytes(self.gpu):
                 continue
             for settings in self._micro_batches(layout):
                 yield self._least_recompute(layout, settings)
@@ -98,7 +131,7 @@ class Search:
         for choice in self._recompute_choices():
             chosen = replace(settings, **choice)
             account = heaviest_account(self.shape, layout, chosen)
-            if account.high <= self.gpu.usable_bytes:
+            if account.high <= usable_bytes(self.gpu):
                 break
         step = estimate_step(self.shape, layout, chosen, self.gpu, self.calibration)
         return Plan(layout=layout, settings=chosen, account=account, step=step)

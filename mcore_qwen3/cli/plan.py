@@ -1,0 +1,152 @@
+"""``megatron plan``: which layout on how many GPUs, whether it fits, how fast it is. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from mcore_qwen3.arch import ModelShape, count_parameters, resolve_layout
+from mcore_qwen3.cli.plan_view import command_text, explain_lines, plan_record, run_flags, table_lines, yaml_text
+from mcore_qwen3.config import PLAN, Parsed, PlanConfig, parse_command, to_flat_dict, with_values
+from mcore_qwen3.errors import ConfigError
+from mcore_qwen3.planner.calibration import Calibration, load_calibration
+from mcore_qwen3.planner.gpus import Gpu, find_gpu
+from mcore_qwen3.planner.layout_words import read_layout
+from mcore_qwen3.planner.models import find_model
+from mcore_qwen3.planner.search import Plan, Search
+from mcore_qwen3.planner.settings import Settings, settings_of
+
+SHOWN = 10
+MOST_GPUS = 4096
+EXIT_NOTHING_FITS = 3
+
+
+def run(argv: list[str]) -> int:
+    """The words after ``megatron plan`` -> exit code: 3 where nothing fits."""
+    parsed = parse_command(argv, PLAN)
+    config = parsed.config
+    search = make_search(parsed)
+    question = config.question
+    if not question.json:
+        _say([*parsed.notes, *head_lines(search)])
+    if question.explain:
+        return _explain(config, search)
+    gpus = _fewest_gpus(config, search) if question.min_gpus else config.cluster.gpus
+    assert gpus is not None, "parsing has refused a plan without gpus and min_gpus"
+    plans = search.best(gpus)
+    if not plans:
+        return _nothing_fits(config, search, gpus)
+    flags = run_flags(parsed, plans[0])
+    if question.output:
+        Path(question.output).write_text(yaml_text(flags, search, plans[0]), encoding="utf-8")
+    if question.json:
+        record = {"gpus": gpus, "gpu": search.gpu.name, "command": command_text(flags, search.gpu, gpus)}
+        _say([json.dumps(record | {"plans": [plan_record(plan, search.gpu) for plan in plans[:SHOWN]]}, indent=2)])
+        return 0
+    _say([f"{gpus} GPUs: {len(plans)} layouts fit; the best {min(SHOWN, len(plans))}:", ""])
+    _say([*table_lines(plans[:SHOWN], search.gpu), "", "the first as a command, on every node:", ""])
+    _say([command_text(flags, search.gpu, gpus), "", "and as a file for --config:", "", yaml_text(flags, search, plans[0])])
+    return 0
+
+
+def make_search(parsed: Parsed[PlanConfig]) -> Search:
+    """What is searched: the model, the GPU, and the flags that the user has fixed."""
+    config = parsed.config
+    shape = find_model(str(config.model.load))
+    cluster = config.cluster
+    gpu = find_gpu(
+        cluster.gpu,
+        gpu_memory=cluster.gpu_memory,
+        gpu_tflops=cluster.gpu_tflops,
+        intra_bw=cluster.intra_bw,
+        inter_bw=cluster.inter_bw,
+        gpus_per_node=cluster.gpus_per_node,
+    )
+    calibration = _calibration(config)
+    flat = to_flat_dict(config)
+    return Search(
+        shape=shape,
+        gpu=gpu,
+        settings=_settings(config, shape, calibration),
+        fixed={name: flat[name] for name in parsed.explicit},
+        calibration=calibration,
+    )
+
+
+def _calibration(config: PlanConfig) -> Calibration:
+    return load_calibration()
+
+
+def _settings(config: PlanConfig, shape: ModelShape, calibration: Calibration) -> Settings:
+    run = config.run_config()
+    length = run.data.max_length or shape.max_position_embeddings
+    run = with_values(run, {"max_length": length, "bf16": True})
+    modules = "torch" if run.model.transformer_impl == "torch" else "transformer_engine"
+    assumed = config.assumptions
+    settings = settings_of(run, resolve_layout(1, shape=shape), modules=modules, on_cuda=True)
+    return replace(
+        settings,
+        effective_length=float(assumed.effective_length or length),
+        moe_imbalance=assumed.moe_imbalance or calibration.natural_imbalance,
+        train_type=assumed.train_type,
+        lora_rank=assumed.lora_rank,
+    )
+
+
+def head_lines(search: Search) -> list[str]:
+    """What is planned, and what is assumed."""
+    count, settings, gpu = count_parameters(search.shape), search.settings, search.gpu
+    active = f", {count.active:,} of them active" if search.shape.is_moe else ""
+    imbalance = f", busiest experts at {settings.moe_imbalance:.2f} of an even share" if search.shape.is_moe else ""
+    return [
+        f"model: {search.shape.model_type}, {count.total:,} parameters{active}; {settings.train_type} training in bf16",
+        f"rows: {settings.global_batch_size} a step of {settings.row_length:,} tokens{imbalance}; "
+        f"{settings.modules} modules",
+        f"GPU: {gpu.name}, {gpu.memory_gib:g} GiB, {gpu.bf16_tflops:g} TFLOP/s, {gpu.intra_bw:g} GB/s inside and "
+        f"{gpu.inter_bw:g} GB/s between nodes of {gpu.gpus_per_node}",
+    ]
+
+
+def _fewest_gpus(config: PlanConfig, search: Search) -> int:
+    limit = config.cluster.gpus or MOST_GPUS
+    gpus = search.fewest_gpus(limit)
+    if gpus is None:
+        raise ConfigError(
+            "no number of GPUs up to the limit holds the model with these flags",
+            seen=f"{limit} x {search.gpu.name}",
+            fix="a GPU with more memory, a smaller --max_length, or fewer fixed flags",
+        )
+    return gpus
+
+
+def _nothing_fits(config: PlanConfig, search: Search, gpus: int) -> int:
+    lightest = search.lightest(gpus)
+    if lightest is None:
+        raise ConfigError(
+            "no layout obeys all rules with these flags",
+            seen=f"{gpus} GPUs, global_batch_size {search.settings.global_batch_size}",
+            fix="another number of GPUs, another --global_batch_size, or fewer fixed flags; --explain LAYOUT names a rule",
+        )
+    if config.question.json:
+        _say([json.dumps({"gpus": gpus, "plans": [], "lightest": plan_record(lightest, search.gpu)}, indent=2)])
+        return EXIT_NOTHING_FITS
+    _say([f"nothing fits on {gpus} x {search.gpu.name}; the layout that needs least:", ""])
+    _say([*table_lines([lightest], search.gpu), "", "--min_gpus true finds how many are needed"])
+    return EXIT_NOTHING_FITS
+
+
+def _explain(config: PlanConfig, search: Search) -> int:
+    """The account of the layout that the words name; a rule that it breaks is the ConfigError of a training run."""
+    assert config.cluster.gpus is not None, "parsing has refused --explain without --gpus"
+    plan = search.one(config.cluster.gpus, read_layout(config.question.explain))
+    if config.question.json:
+        _say([json.dumps(plan_record(plan, search.gpu), indent=2)])
+    else:
+        _say(explain_lines(plan, search))
+    return 0 if plan.fits(search.gpu) else EXIT_NOTHING_FITS
+
+
+def _say(lines: Sequence[str]) -> None:
+    print("\n".join(lines), flush=True)
