@@ -176,7 +176,7 @@ def main() -> None:
     print(f"fitted to all runs: {summary(own)}")
     print(json.dumps(as_record(fitted)))
     if arguments.write:
-        record = {"made_by": COMMAND, "runs": len(runs), "calibration": as_record(fitted)}
+        record = {"made_by": COMMAND, "runs": sum(run.fitted for run in runs), "calibration": as_record(fitted)}
         path = Path(calibration_module.__file__).with_name(calibration_module.FILE)
         path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     if arguments.plot:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -82,4 +82,4 @@ def fit_without(runs: Sequence[MeasuredRun], source: str) -> Calibration:
 
 def as_record(calibration: Calibration) -> dict[str, float]:
     """The numbers, rounded to four digits, as the packaged file holds them."""
-    return {name: float(f"{value:.4g}") for name, value in asdict(calibration).items()}
+    return {name: float(f"{getattr(calibration, name):.4g}") for name in fitted_names()}
