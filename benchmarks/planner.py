@@ -57,6 +57,7 @@ def measured_run(row: dict[str, Any]) -> MeasuredRun:
         gpu=find_gpu(row["gpu"]),
         tokens_per_second_per_gpu=tokens,
         natural_routing=row["routing"] == "natural",
+        fitted=row.get("fitted", True),
         facts=row.get("facts", {}),
     )
 
@@ -137,8 +138,15 @@ def plot(runs: list[MeasuredRun], errors: np.ndarray, path: Path) -> None:
     for run, error in zip(runs, errors, strict=True):
         if abs(error) > np.log(SPREAD):
             x = run.tokens_per_second_per_gpu / np.exp(error)
-            axes.annotate(run.name, (x, run.tokens_per_second_per_gpu), fontsize=6, textcoords="offset points", xytext=(4, -8))
-    axes.set(xscale="log", yscale="log", xlabel="estimated without that source, tokens/s/GPU", ylabel="measured, tokens/s/GPU")
+            axes.annotate(
+                run.name, (x, run.tokens_per_second_per_gpu), fontsize=6, textcoords="offset points", xytext=(4, -8)
+            )
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="estimated without that source, tokens/s/GPU",
+        ylabel="measured, tokens/s/GPU",
+    )
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=100, bbox_inches="tight")
 
@@ -152,7 +160,9 @@ def main() -> None:
     runs = read_runs()
     fitted = fit(runs)
     errors, own = foretold_errors(runs), log_errors(runs, fitted)
-    print("| run | source | GPUs | layout | measured tokens/s/GPU | estimated | measured / estimated | fitted with it |")
+    print(
+        "| run | source | GPUs | layout | measured tokens/s/GPU | estimated | measured / estimated | fitted with it |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for run, error, fitted_error in zip(runs, errors, own, strict=True):
         tokens, layout = run.tokens_per_second_per_gpu, run.layout
@@ -166,7 +176,7 @@ def main() -> None:
     print(f"fitted to all runs: {summary(own)}")
     print(json.dumps(as_record(fitted)))
     if arguments.write:
-        record = {"made_by": COMMAND, "runs": len(runs), "calibration": as_record(fitted)}
+        record = {"made_by": COMMAND, "runs": sum(run.fitted for run in runs), "calibration": as_record(fitted)}
         path = Path(calibration_module.__file__).with_name(calibration_module.FILE)
         path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     if arguments.plot:

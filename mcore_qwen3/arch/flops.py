@@ -83,6 +83,9 @@ def flops_per_token(shape: ModelShape, effective_length: float) -> float:
         shape: the model.
         effective_length: tokens, see `effective_length`; the row length where every row is one full document.
     """
-    layers = [layer_flops(shape, has_experts, effective_length) for has_experts in shape.moe_layers]
-    forward = sum(layer.projections + layer.core_attention + layer.mlp + layer.experts for layer in layers)
+    forward = 0.0
+    for has_experts in set(shape.moe_layers):
+        layer = layer_flops(shape, has_experts, effective_length)
+        one = layer.projections + layer.core_attention + layer.mlp + layer.experts
+        forward += shape.moe_layers.count(has_experts) * one
     return FORWARD_AND_BACKWARD * (forward + logit_flops(shape))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -30,17 +30,14 @@ START = Calibration(
 FREEDOM = 0.4
 # The error of a run that is as good as the others: containers alone move a recipe by so much.
 NOISE = 0.2
-ROUNDS = 30
+ROUNDS = 15
 STEP = 1e-4
 
 
 def log_errors(runs: Sequence[MeasuredRun], calibration: Calibration) -> np.ndarray:
     """log(measured / estimated tokens a second) of each run; above 0: faster than estimated."""
     return np.array(
-        [
-            math.log(run.tokens_per_second_per_gpu / run.estimate(calibration).tokens_per_second_per_gpu)
-            for run in runs
-        ]
+        [math.log(run.tokens_per_second_per_gpu / run.estimate(calibration).tokens_per_second_per_gpu) for run in runs]
     )
 
 
@@ -52,11 +49,12 @@ def fit(
     Gauss-Newton on the numbers' logarithms with reweighted residuals; the same runs give the same answer.
 
     Args:
-        runs: the measured runs; one is enough.
+        runs: the measured runs; one is enough. Those that are not `fitted` are passed over.
         start: where the numbers are expected.
         noise: logarithmic error of a good run. Smaller: the runs count more against the start.
         freedom: logarithmic distance from the start that counts as much as an error of `noise`.
     """
+    runs = [run for run in runs if run.fitted]
     names = fitted_names()
     origin = np.log([getattr(start, name) for name in names])
     point = origin.copy()
@@ -73,7 +71,7 @@ def fit(
         normal = slopes.T @ (weights[:, None] * slopes) + np.eye(len(names)) / freedom**2
         gradient = slopes.T @ (weights * errors) + (point - origin) / freedom**2
         # Launches start and stop to count at a kink, where full steps could swing; later steps are shorter.
-        point = point - np.clip(np.linalg.solve(normal, gradient), -0.5, 0.5) / (1 + number / 5)
+        point = point - np.clip(np.linalg.solve(normal, gradient), -0.5, 0.5) / (1 + number / 4)
     return at(point)
 
 
@@ -84,4 +82,4 @@ def fit_without(runs: Sequence[MeasuredRun], source: str) -> Calibration:
 
 def as_record(calibration: Calibration) -> dict[str, float]:
     """The numbers, rounded to four digits, as the packaged file holds them."""
-    return {name: float(f"{value:.4g}") for name, value in asdict(calibration).items()}
+    return {name: float(f"{getattr(calibration, name):.4g}") for name in fitted_names()}

@@ -8,7 +8,7 @@ split, Ts after the sequence is split too; h hidden, q and g rows of query and k
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from mcore_qwen3.arch import ModelShape, ParallelLayout
 from mcore_qwen3.arch.flops import layer_flops
@@ -31,7 +31,12 @@ class Seconds:
     def plus(self, other: Seconds, times: float = 1.0) -> Seconds:
         """The sum with `times` of another one."""
         return Seconds(
-            *(getattr(self, field.name) + times * getattr(other, field.name) for field in fields(Seconds))
+            self.products + times * other.products,
+            self.memory + times * other.memory,
+            self.tp + times * other.tp,
+            self.ep + times * other.ep,
+            self.cp + times * other.cp,
+            self.host + times * other.host,
         )
 
     @property
@@ -163,10 +168,8 @@ def layer_seconds(
     return Seconds(
         products=dense_products / machine.gemm
         + flops.experts * expert_tokens * (1 + back + again.experts) / machine.grouped,
-        memory=_traffic(shape, layout, settings, has_experts, again, own_tokens, share, expert_tokens)
-        / machine.memory,
-        tp=_tensor_bytes(shape, layout, has_experts, again, tokens, back)
-        / machine.ring(layout.tensor, 1)
+        memory=_traffic(shape, layout, settings, has_experts, again, own_tokens, share, expert_tokens) / machine.memory,
+        tp=_tensor_bytes(shape, layout, has_experts, again, tokens, back) / machine.ring(layout.tensor, 1)
         + _expert_tensor_bytes(shape, layout, again, expert_tokens if has_experts else 0.0)
         / machine.ring(layout.expert_tensor, 1),
         ep=_dispatch(shape, layout, settings, again, expert_tokens, machine) if has_experts else 0.0,

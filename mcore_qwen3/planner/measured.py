@@ -21,6 +21,7 @@ class MeasuredRun:
         shape, layout, settings, gpu: the run. Where `natural_routing`, the calibration's imbalance overrules the settings'.
         tokens_per_second_per_gpu: measured, padding included.
         natural_routing: the router was free; else it was forced to balance.
+        fitted: whether a calibration may learn from it; else it is only compared.
         facts: numbers of the calibration that this run's software fixes, such as no launches under CUDA graphs.
     """
 
@@ -32,6 +33,7 @@ class MeasuredRun:
     gpu: Gpu
     tokens_per_second_per_gpu: float
     natural_routing: bool = True
+    fitted: bool = True
     facts: dict[str, float] = field(default_factory=dict)
 
     def estimate(self, calibration: Calibration) -> StepTime:

@@ -6,11 +6,12 @@ The host starts kernels while the GPU works; with small micro-batches it is the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
-from mcore_qwen3.arch import ModelShape, ParallelLayout, rank_state, resolve_batch
+from mcore_qwen3.arch import ModelShape, ParallelLayout, padded_vocab_size, resolve_batch
 from mcore_qwen3.arch.flops import flops_per_token, logit_flops
+from mcore_qwen3.arch.params import count_layer
 from mcore_qwen3.errors import ConfigError
 from mcore_qwen3.planner.calibration import Calibration
 from mcore_qwen3.planner.gpus import Gpu
@@ -110,7 +111,7 @@ def estimate_step(
         settings.micro_batch_size, settings.global_batch_size, layout.data,
         pipeline=layout.pipeline, virtual_pipeline=layout.virtual_pipeline,
     ).num_microbatches  # fmt: skip
-    stages = list(_stages(shape, layout, settings, machine))
+    stages = _stages(shape, layout, settings, machine)
     stage = max(range(len(stages)), key=lambda number: max(stages[number].gpu, stages[number].host))
     slowest = stages[stage]
     messages = _pipeline_seconds(shape, layout, settings, machine)
@@ -135,23 +136,32 @@ def estimate_step(
     )
 
 
-def _stages(
-    shape: ModelShape, layout: ParallelLayout, settings: Settings, machine: Machine
-) -> Iterator[Seconds]:
+def _stages(shape: ModelShape, layout: ParallelLayout, settings: Settings, machine: Machine) -> list[Seconds]:
     """Seconds of one micro-batch in each stage, its model chunks together."""
     largest_chunk = max(max(chunks) for chunks in layout.stages)
     kinds = {
         has_experts: layer_seconds(shape, layout, settings, has_experts, largest_chunk, machine)
         for has_experts in set(shape.moe_layers)
     }
-    for stage in range(layout.pipeline):
-        seconds = Seconds()
-        numbers = [layer for chunk in range(layout.virtual_pipeline) for layer in layout.chunk_layers(stage, chunk)]
-        for has_experts, layer in kinds.items():
-            seconds = seconds.plus(layer, sum(shape.moe_layers[number] is has_experts for number in numbers))
-        if stage == layout.pipeline - 1:
-            seconds = seconds.plus(_output_seconds(shape, layout, settings, machine))
-        yield seconds
+
+    @cache
+    def together(with_experts: int, dense: int) -> Seconds:
+        experts, plain = kinds.get(True, Seconds()), kinds.get(False, Seconds())
+        return Seconds().plus(experts, with_experts).plus(plain, dense)
+
+    stages = [together(*_layer_kinds(shape, layout, stage)) for stage in range(layout.pipeline)]
+    stages[-1] = stages[-1].plus(_output_seconds(shape, layout, settings, machine))
+    return stages
+
+
+def _layer_kinds(shape: ModelShape, layout: ParallelLayout, stage: int) -> tuple[int, int]:
+    """Layers with experts and without of one stage."""
+    layers = sum(layout.stages[stage])
+    if not shape.is_mixed:
+        return (layers, 0) if shape.is_moe else (0, layers)
+    chunks = [layout.chunk_layers(stage, chunk) for chunk in range(layout.virtual_pipeline)]
+    with_experts = sum(shape.moe_layers[layer] for chunk in chunks for layer in chunk)
+    return with_experts, layers - with_experts
 
 
 def _output_seconds(shape: ModelShape, layout: ParallelLayout, settings: Settings, machine: Machine) -> Seconds:
@@ -187,12 +197,12 @@ def _tail(
     """
     if settings.train_type == "lora":
         return 0.0, 0.0
-    state = rank_state(shape, layout, stage, bf16=True)
+    dense, experts = _parameters(shape, layout, stage)
     bytes_each = settings.gradient_bytes + 2
     data = shards = 0.0
     for parameters, copies, stride in (
-        (state.dense, layout.data * layout.context, layout.tensor),
-        (state.experts, layout.expert_data, layout.expert * layout.expert_tensor),
+        (dense, layout.data * layout.context, layout.tensor),
+        (experts, layout.expert_data, layout.expert * layout.expert_tensor),
     ):
         data += bytes_each * parameters * (copies - 1) / copies / machine.ring(copies, stride)
         shards += parameters / copies
@@ -201,3 +211,18 @@ def _tail(
     on_gpu = (1 - off) * shards * touched / machine.memory
     on_host = off * shards * (1 / HOST_ADAM_PARAMETERS + (settings.gradient_bytes + 2) / PCIE_BYTES)
     return data, on_gpu + on_host
+
+
+def _parameters(shape: ModelShape, layout: ParallelLayout, stage: int) -> tuple[int, int]:
+    """(dense parameters, those of experts) of a rank of one stage."""
+    table = padded_vocab_size(shape.vocab_size, layout.tensor) // layout.tensor * shape.hidden_size
+    ends = (stage == 0) + (stage == layout.pipeline - 1)
+    dense = experts = 0
+    if layout.pipeline == 1 and shape.tie_word_embeddings:
+        ends = 1
+    for has_experts, number in zip((True, False), _layer_kinds(shape, layout, stage), strict=True):
+        if number:
+            layer = count_layer(shape, has_experts, layout.tensor, layout.expert, layout.expert_tensor)
+            dense += number * (layer.attention + layer.norms + layer.mlp + layer.router)
+            experts += number * layer.experts
+    return dense + ends * table, experts
