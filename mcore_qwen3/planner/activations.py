@@ -158,11 +158,15 @@ def checkpoint_rows(shape: ModelShape, settings: Settings) -> tuple[Saved, ...]:
 
 def shared_rows(shape: ModelShape, layout: ParallelLayout, settings: Settings) -> tuple[Saved, ...]:
     """What the layers of a micro-batch keep together, once."""
+    full = settings.recompute_granularity == "full"
     rows = []
-    if settings.recompute_granularity == "full":
-        rows.append(Saved("shared", "rotary table", "row", shape.head_dim, 4))
+    if full:
+        # One table as long as the longest sample, whatever part of it the rank holds; effective_length stands for it.
+        longest = settings.effective_length * layout.context / settings.row_length / settings.micro_batch_size
+        rows.append(Saved("shared", "rotary table", "row", shape.head_dim * longest, 4))
         rows.append(Saved("shared", "padding mask", "row", 1 if shape.is_moe else 0, 1))
-    if layout.context > 1 and settings.modules == "torch":
+    again = full or (settings.recompute_granularity == "selective" and "core_attn" in settings.recompute_modules)
+    if layout.context > 1 and settings.modules == "torch" and not again:
         rows.append(Saved("shared", "places of the gathered keys", "row", (2 * layout.context + 1) / 2, 8))
     return tuple(rows)
 
@@ -245,7 +249,7 @@ def _core_rows(z: Sizes, settings: Settings) -> list[Saved]:
         Saved(CORE, "output of each call", "row", z.n * z.d, z.e),
     ]
     if z.context > 1:
-        rows.append(Saved(CORE, "masks", "row", _mask_values(z, settings), 1))
+        rows.append(Saved(CORE, "masks", "row", _mask_values(z, settings), z.e))
     return rows
 
 

@@ -172,7 +172,7 @@ def layer_seconds(
         tp=_tensor_bytes(shape, layout, has_experts, again, tokens, back) / machine.ring(layout.tensor, 1)
         + _expert_tensor_bytes(shape, layout, again, expert_tokens if has_experts else 0.0)
         / machine.ring(layout.expert_tensor, 1),
-        ep=_dispatch(shape, layout, settings, again, expert_tokens, machine) if has_experts else 0.0,
+        ep=_dispatch(shape, layout, settings, again, own_tokens, machine) if has_experts else 0.0,
         cp=_context(shape, layout, settings, flops.core_attention * share, again, tokens, machine),
         host=launch * (1 + again.attention / 3),
     )
@@ -217,17 +217,22 @@ def _expert_tensor_bytes(shape: ModelShape, layout: ParallelLayout, again: Recom
 
 
 def _dispatch(
-    shape: ModelShape, layout: ParallelLayout, settings: Settings, again: Recomputed, expert_tokens: float,
+    shape: ModelShape, layout: ParallelLayout, settings: Settings, again: Recomputed, own_tokens: float,
     machine: Machine,
 ) -> float:  # fmt: skip
-    """Seconds of dispatch and combine that nothing hides: twice forward, twice backward."""
+    """Seconds of dispatch and combine that nothing hides: twice forward, twice backward.
+
+    The allgather dispatcher gives every rank all tokens of its group, once each and whatever its experts need.
+    """
     if layout.expert == 1:
         return 0.0
     kind = settings.moe_token_dispatcher_type
-    a_byte = machine.all_to_all(layout, shape.moe_router_topk, one_copy_a_node=kind == "flex")
-    if kind == "allgather":  # every rank gets every token, whatever it needs
+    if kind == "allgather":
         a_byte = (layout.expert - 1) / machine.ring(layout.expert, layout.expert_tensor)
-    once = 2 * shape.hidden_size * expert_tokens * a_byte
+    else:
+        one_copy = kind == "flex"
+        a_byte = received_share(settings) * machine.all_to_all(layout, shape.moe_router_topk, one_copy_a_node=one_copy)
+    once = 2 * shape.hidden_size * own_tokens * a_byte
     return once * (4 + 2 * again.experts) * (1 - machine.calibration.hidden_dispatch)
 
 

@@ -106,8 +106,8 @@ def adapter_tensors(
 def state_bytes(shape: ModelShape, layout: ParallelLayout, settings: Settings, stage: int) -> StateBytes:
     """Bytes that a rank of a stage holds between steps under megatron's distributed optimizer.
 
-    Weights and gradients lie whole on every rank, in one buffer a chunk for dense parameters and one for experts, padding
-    included. Master weights and moments are cut over the ranks that hold the same parameters: DP x CP for dense ones,
+    Weights and gradients lie whole on every rank, in one buffer a chunk for dense parameters and one for experts where other
+    ranks share those, padding included. Master weights and moments are cut over the ranks that hold the same parameters: DP x CP for dense ones,
     expert-DP for experts; counted is the share of a rank whose part of the buffers holds no padding.
 
     Args:
@@ -139,10 +139,11 @@ def state_bytes(shape: ModelShape, layout: ParallelLayout, settings: Settings, s
 
 
 def _trained(tensors: list[Tensor], layout: ParallelLayout, settings: Settings) -> StateBytes:
-    buffers = (
-        ([tensor.size for tensor in tensors if not tensor.is_expert], layout.data * layout.context),
-        ([tensor.size for tensor in tensors if tensor.is_expert], layout.expert_data),
-    )
+    dense = [tensor.size for tensor in tensors if not tensor.is_expert]
+    experts = [tensor.size for tensor in tensors if tensor.is_expert]
+    if layout.expert == 1 and layout.expert_tensor == layout.tensor:  # the same ranks share both: one buffer
+        dense, experts = dense + experts, []
+    buffers = ((dense, layout.data * layout.context), (experts, layout.expert_data))
     padded = sum(padded_buffer(sizes, ranks) for sizes, ranks in buffers)
     share = sum(padded_buffer(sizes, ranks) // ranks for sizes, ranks in buffers)
     return StateBytes(

@@ -37,7 +37,7 @@ TFLOPS = {"30B HybridEP": 244.04, "235B GB300": 907, "8B pre-training": 512.7, "
 
 @pytest.fixture(scope="module")
 def script(repo_root: Path) -> ModuleType:
-    return load_script(repo_root / "benchmarks" / "planner.py")
+    return load_script(repo_root / "benchmarks" / "planner_time.py")
 
 
 @pytest.fixture(scope="module")

@@ -122,6 +122,21 @@ def test_dispatch_between_two_nodes_with_every_copy_or_one() -> None:
     assert one == pytest.approx(token * (1 - 0.5**8) / OUTSIDE)
 
 
+def test_dispatch_between_two_nodes_may_wait_for_the_links_inside() -> None:
+    slow_inside = replace(H100, intra_bw=5.0)
+    token = 4 * 2 * 2048 * ROW * 4 * 48
+    every = step(MOE, 16, sizes={"expert": 16}, gpu=slow_inside).ep_s
+    assert every == pytest.approx(token * 8 * 7 / 16 / 5e9)  # half of the ranks, less the rank itself
+    one = step(MOE, 16, sizes={"expert": 16}, gpu=slow_inside, moe_token_dispatcher_type="flex").ep_s
+    assert one == pytest.approx(token * 8 * 15 / 16 / 5e9)  # what crossed once is handed on inside
+
+
+def test_the_allgather_dispatcher_sends_every_token_everywhere_once() -> None:
+    sizes, uneven = {"expert": 8}, {"moe_imbalance": 1.5}
+    time = step(MOE, 8, sizes=sizes, moe_token_dispatcher_type="allgather", **uneven)
+    assert time.ep_s == pytest.approx(8 * 48 * 4 * 2 * 2048 * ROW * 7 / INSIDE)
+
+
 def test_dispatch_can_be_hidden_in_part() -> None:
     hidden = step(MOE, 8, sizes={"expert": 8}, calibration=replace(PERFECT, hidden_dispatch=0.25))
     assert hidden.ep_s == pytest.approx(0.75 * step(MOE, 8, sizes={"expert": 8}).ep_s)
@@ -229,6 +244,55 @@ def test_memory_traffic_adds_to_products() -> None:
     slow = replace(H100, bf16_tflops=1e9, memory_bw=3350)
     layer = 3 * (20 * 4096 + 8 * (4096 + 1024) + 6 * 12288)
     assert step(DENSE, 1, gpu=slow).compute_s == pytest.approx(64 * ROW * (36 * layer + 16 * 151936) / 3350e9, rel=1e-3)
+
+
+NORMS, ATTENTION = 20 * 2048, 8 * (4096 + 512)
+ROUTING, SWIGLU, PERMUTATION = 25 * 128, 6 * 8 * 768, 16 * 8 * 2048
+
+
+def traffic(shape: ModelShape, *modules: str, **changes: Any) -> float:
+    """Bytes a token that one GPU reads and writes in all layers, where nothing but memory takes time."""
+    slow = replace(H100, bf16_tflops=1e9, memory_bw=1.0)
+    granularity = "selective" if modules else "none"
+    time = step(shape, 1, gpu=slow, recompute_granularity=granularity, recompute_modules=modules, **changes)
+    return time.compute_s * 1e9 / (64 * ROW) - 16 * 151936
+
+
+def test_memory_traffic_of_experts() -> None:
+    layer = NORMS + ATTENTION + ROUTING + SWIGLU + PERMUTATION
+    assert traffic(MOE) == pytest.approx(48 * 3 * layer, rel=1e-3)
+    fused = 48 * 3 * (layer - PERMUTATION * 3 / 4)
+    assert traffic(MOE, moe_token_dispatcher_type="flex") == pytest.approx(fused, rel=1e-3)
+    uneven = 48 * 3 * 0.5 * (SWIGLU + PERMUTATION)
+    assert traffic(MOE, moe_imbalance=1.5) - traffic(MOE) == pytest.approx(uneven, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "again"),
+    [
+        ("Qwen3-30B-A3B", "layernorm", 48 * NORMS),
+        ("Qwen3-30B-A3B", "moe_act", 48 * SWIGLU),
+        ("Qwen3-30B-A3B", "moe", 48 * (ROUTING + SWIGLU + PERMUTATION)),
+        ("Qwen3-30B-A3B", "mlp", 0),
+        ("Qwen3-8B", "layernorm", 36 * 20 * 4096),
+        ("Qwen3-8B", "mlp", 36 * 6 * 12288),
+        ("Qwen3-8B", "moe_act", 0),
+    ],
+)
+def test_memory_traffic_that_is_computed_again(name: str, module: str, again: int) -> None:
+    shape = find_model(name)
+    assert traffic(shape, module) - traffic(shape) == pytest.approx(again, abs=traffic(shape) * 1e-6)
+
+
+def test_an_mlp_that_is_computed_again_repeats_its_products() -> None:
+    mlp = 36 * 2 * 3 * 4096 * 12288 * 64 * ROW / PEAK
+    again = step(DENSE, 1, recompute_granularity="selective", recompute_modules=("mlp",)).compute_s
+    assert again - step(DENSE, 1).compute_s == pytest.approx(mlp, rel=1e-3)
+
+
+def test_context_parallel_ranks_share_the_gradients_of_dense_weights() -> None:
+    state = rank_state(DENSE, layout_of(DENSE, 8, context=4), 0, bf16=True)
+    assert step(DENSE, 8, sizes={"context": 4}).dp_s == pytest.approx(6 * state.dense * 7 / 8 / INSIDE, rel=1e-4)
 
 
 def test_the_slowest_stage_counts() -> None:

@@ -52,7 +52,7 @@ def test_links_lead_somewhere(page: str, repo_root: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_are_named_exist(page: str, repo_root: Path) -> None:
-    paths = re.findall(r"`((?:mcore_qwen3|tests|scripts|docs|examples)/[\w./-]+)`", read(repo_root, page))
+    paths = re.findall(r"`((?:mcore_qwen3|tests|scripts|docs|examples|benchmarks)/[\w./-]+)`", read(repo_root, page))
     assert [path for path in paths if not (repo_root / path).exists()] == []
 
 

@@ -1,6 +1,6 @@
 """How near the planner's time of a step comes to published runs; fits the calibration that the package carries.
 
-    python benchmarks/planner.py [--write] [--plot docs/planner-time.png]
+    python benchmarks/planner_time.py [--write] [--plot docs/planner-time.png]
 
 Reads `published_runs.yaml` beside it. Each source is foretold by a fit to the other sources' runs alone; that is the error
 to expect of a run that nobody has measured. `--write` fits all runs and writes `mcore_qwen3/planner/calibration.json`.
@@ -28,7 +28,7 @@ from mcore_qwen3.planner.settings import Settings
 from mcore_qwen3.planner.step_time import SPREAD
 
 RUNS = Path(__file__).with_name("published_runs.yaml")
-COMMAND = "python benchmarks/planner.py --write"
+COMMAND = "python benchmarks/planner_time.py --write"
 SELECTIVE = {
     "core_attn": ("core_attn",),
     "norm+act": ("layernorm", "moe_act"),

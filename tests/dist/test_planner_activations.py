@@ -1,0 +1,164 @@
+"""Activations of the torch modules: bytes that a forward keeps on CPU, against the planner's rows.
+
+The account is even where routing is not: the rows that the experts really received are handed to it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.ranks import pool
+from helpers.saved_bytes import bytes_kept
+from helpers.tiny import Sample
+
+from mcore_qwen3.arch import ModelShape, resolve_layout
+from mcore_qwen3.planner.activations import logit_values, tokens_of
+from mcore_qwen3.planner.chunks import chunk_bytes
+from mcore_qwen3.planner.settings import Settings
+
+LENGTH = 128
+TOLERANCE = 0.02
+DENSE = {
+    "model_type": "qwen3",
+    "num_layers": 3,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "head_dim": 16,
+    "ffn_hidden_size": 160,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "torch_dtype": "float32",
+}
+MOE = DENSE | {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 48,
+    "norm_topk_prob": True,
+}
+MIXED = MOE | {"moe_layers": (True, False, True)}
+
+
+def selective(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": modules}
+
+
+def full(method: str, layers: int) -> dict[str, Any]:
+    return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
+
+
+def rows(lengths: tuple[int, ...]) -> list[list[Sample]]:
+    """One row of samples of these lengths."""
+    generator = np.random.default_rng(len(lengths))
+    return [[Sample(generator.integers(2, 250, n), np.ones(n, dtype=np.uint8)) for n in lengths]]
+
+
+def account(
+    sizes: dict[str, Any], layout: dict[str, Any], options: dict[str, Any], lengths: tuple[int, ...], world: int, load: float
+) -> float:
+    """The planner's bytes for one micro-batch of a rank that holds the whole depth."""
+    shape = ModelShape(**sizes)
+    resolved = resolve_layout(world, shape=shape, **layout)
+    settings = Settings(
+        modules="torch",
+        on_cuda=False,
+        row_length=LENGTH,
+        effective_length=sum(n * n for n in lengths) / sum(lengths),
+        moe_imbalance=load,
+        **({"bf16": False} | options),
+    )
+    kept = chunk_bytes(shape, resolved, settings, 0, 0).kept
+    return kept + 4 * logit_values(shape, resolved, tokens_of(shape, resolved, settings))
+
+
+def ratios(
+    sizes: dict[str, Any],
+    layout: dict[str, Any],
+    options: dict[str, Any],
+    *,
+    lengths: tuple[int, ...] = (LENGTH,),
+    world: int = 1,
+) -> list[float]:
+    """The planner's bytes / the bytes kept, on each rank."""
+    found = pool(world).run(
+        bytes_kept, sizes=sizes, layout=layout, options=options, rows=rows(lengths), length=LENGTH
+    )
+    moe_layers = sum(ModelShape(**sizes).moe_layers)
+    result = []
+    for rank in found:
+        load = 1.0
+        if moe_layers and "moe_expert_capacity_factor" not in options:
+            even = LENGTH / layout.get("context", 1) / layout.get("tensor", 1) * sizes["moe_router_topk"]
+            load = rank["received"] / moe_layers / (even * layout.get("expert_tensor", 1))
+        result.append(account(sizes, layout, options, lengths, world, load) / rank["bytes"])
+    return result
+
+
+MODES = {
+    "none": {},
+    "core_attn": selective("core_attn"),
+    "layernorm": selective("layernorm"),
+    "layernorm and core_attn": selective("layernorm", "core_attn"),
+    "uniform 1": full("uniform", 1),
+    "uniform 2": full("uniform", 2),
+    "block 2": full("block", 2),
+}
+MOE_MODES = MODES | {"moe": selective("moe"), "moe_act": selective("moe_act"), "moe and layernorm": selective("moe", "layernorm")}
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("lengths", [(LENGTH,), (24, 40, 64)], ids=["one sample", "packed"])
+@pytest.mark.parametrize(
+    ("sizes", "modes"),
+    [(DENSE, MODES | {"mlp": selective("mlp")}), (MOE, MOE_MODES), (MIXED, MOE_MODES | {"mlp": selective("mlp")})],
+    ids=["dense", "moe", "mixed"],
+)
+def test_every_recompute_mode_on_one_rank(sizes: dict, modes: dict, lengths: tuple[int, ...], bf16: bool) -> None:
+    found = {name: ratios(sizes, {}, {"bf16": bf16} | mode, lengths=lengths)[0] for name, mode in modes.items()}
+    assert all(abs(ratio - 1) < TOLERANCE for ratio in found.values()), found
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("sequential experts", {"moe_grouped_gemm": False}),
+        ("allgather", {"moe_token_dispatcher_type": "allgather"}),
+        ("balance and z loss", {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1}),
+        ("padded to capacity", {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True}),
+        ("unfused loss", {"cross_entropy_loss_fusion": False, "bf16": True}),
+    ],
+)
+def test_options_of_experts_and_loss(name: str, options: dict) -> None:
+    (ratio,) = ratios(MOE, {}, options)
+    assert abs(ratio - 1) < TOLERANCE, (name, ratio)
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "sizes"),
+    [
+        (2, {"tensor": 2}, DENSE),
+        (2, {"tensor": 2, "sequence_parallel": True}, DENSE),
+        (2, {"tensor": 2}, MOE),
+        (2, {"tensor": 2, "expert_tensor": 2}, MOE),
+        (2, {"expert": 2}, MOE),
+        (2, {"context": 2}, DENSE),
+        (2, {"context": 2}, MOE),
+        (4, {"context": 2, "tensor": 2}, MOE),
+        (4, {"tensor": 4, "sequence_parallel": True}, DENSE),
+        (4, {"context": 2, "tensor": 2, "expert": 4}, MOE),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("bf16", "lengths"), [(False, (32, 96)), (True, (LENGTH,))], ids=["fp32 packed", "bf16"])
+def test_layouts(world: int, layout: dict, sizes: dict, bf16: bool, lengths: tuple[int, ...]) -> None:
+    modes = {"none": {}, "core_attn": selective("core_attn"), "full": full("uniform", 1)}
+    for name, mode in modes.items():
+        found = ratios(sizes, layout, {"bf16": bf16} | mode, lengths=lengths, world=world)
+        assert all(abs(ratio - 1) < TOLERANCE for ratio in found), (name, found)

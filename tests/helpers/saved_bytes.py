@@ -1,0 +1,116 @@
+"""Functions that run inside a rank: what a forward pass keeps for its backward, and what a model and its optimizer hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from helpers.tiny import Sample
+from helpers.training import start_groups
+
+
+def bytes_kept(
+    sizes: dict[str, Any], layout: dict[str, Any], options: dict[str, Any], rows: list[list[Sample]], length: int
+) -> dict[str, Any]:
+    """Bytes that the forward of one micro-batch keeps on this rank, and what the router sent here.
+
+    Every storage that autograd packs is counted once, at the size it has when the forward is over; parameters are not.
+
+    Args:
+        sizes: fields of ModelShape.
+        layout: arguments of resolve_layout.
+        options: fields of ModelOptions.
+        rows: the samples of each row of the micro-batch.
+        length: tokens of a row.
+
+    Returns:
+        "bytes"; "received": rows that this rank's experts computed over all layers.
+    """
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from mcore_qwen3.arch import ModelShape, resolve_layout, row_multiple
+    from mcore_qwen3.data.micro_batch import build_micro_batch
+    from mcore_qwen3.model.build import build_model
+    from mcore_qwen3.model.config import ModelOptions
+    from mcore_qwen3.model.router import Step, start_step
+    from mcore_qwen3.train.step import forward_step
+
+    shape = ModelShape(**sizes)
+    resolved = resolve_layout(dist.get_world_size(), shape=shape, **layout)
+    start_groups(resolved)
+    model = build_model(shape, resolved, ModelOptions(**options)).train()
+    generator = torch.Generator().manual_seed(parallel_state.get_pipeline_model_parallel_rank())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    start_step(Step(scale=1.0, replicas=1, row_length=length, rows=len(rows)))
+    each = row_multiple(resolved.tensor, resolved.sequence_parallel, resolved.context) if resolved.context > 1 else 1
+    batch = build_micro_batch([[(s.ids, s.mask) for s in row] for row in rows], length, 0, each)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept.setdefault(storage._cdata, tensor)  # held, so that no later storage gets its number
+        return tensor
+
+    received = 0
+
+    def count(_module: Any, inputs: tuple[Any, ...], _output: Any) -> None:
+        nonlocal received
+        received += len(inputs[0])
+
+    for module in model.modules():
+        if type(module).__name__ in ("GroupedExperts", "SequentialMLP"):
+            module.register_forward_hook(count)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output, loss = forward_step(iter([batch]), model)
+        total = loss(output)[0]
+    del output, total
+    return {"bytes": sum(tensor.untyped_storage().nbytes() for tensor in kept.values()), "received": received}
+
+
+def bytes_held(sizes: dict[str, Any], layout: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Bytes of this rank's buffers and optimizer after one update, and its pipeline rank and group of equal ranks.
+
+    "weights" and "gradients" are the flat buffers, "moments" Adam's state, "master" the fp32 copies it works on where they
+    are not the weights themselves.
+    """
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from mcore_qwen3.arch import ModelShape, resolve_layout
+    from mcore_qwen3.model.build import build_chunks
+    from mcore_qwen3.model.config import ModelOptions
+    from mcore_qwen3.train.optimizer import AdamSettings, build_optimizer, update, wrap_for_data_parallel
+
+    shape = ModelShape(**sizes)
+    resolved = resolve_layout(dist.get_world_size(), shape=shape, **layout)
+    start_groups(resolved)
+    models = build_chunks(shape, resolved, ModelOptions(**options))
+    with torch.no_grad():
+        for parameter in (parameter for model in models for parameter in model.parameters()):
+            parameter.fill_(0.1)
+    chunks = wrap_for_data_parallel(models)
+    optimizer = build_optimizer(chunks, AdamSettings())
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+        parameter.main_grad.fill_(0.1)
+    for chunk in chunks:
+        chunk.finish_grad_sync()
+    update(optimizer, 1e-3)
+    buffers = [buffer for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+    weights = {parameter.untyped_storage()._cdata for chunk in chunks for parameter in chunk.parameters()}
+    moments = master = 0
+    for part in optimizer.chained_optimizers:
+        for parameter, state in part.optimizer.state.items():
+            moments += sum(state[name].nbytes for name in ("exp_avg", "exp_avg_sq"))
+            master += 0 if parameter.untyped_storage()._cdata in weights else parameter.nbytes
+    return {
+        "weights": sum(buffer.param_data.nbytes for buffer in buffers),
+        "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
+        "moments": moments,
+        "master": master,
+        "stage": parallel_state.get_pipeline_model_parallel_rank(),
+    }
