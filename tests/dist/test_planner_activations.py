@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.ranks import pool
-from helpers.saved_bytes import bytes_kept
+from helpers.saved_bytes import bytes_kept, most_in_flight
 from helpers.tiny import Sample
 
 from mcore_qwen3.arch import ModelShape, resolve_layout
 from mcore_qwen3.planner.activations import logit_values, tokens_of
-from mcore_qwen3.planner.chunks import chunk_bytes
+from mcore_qwen3.planner.chunks import chunk_bytes, in_flight
 from mcore_qwen3.planner.settings import Settings
 
 LENGTH = 128
@@ -162,3 +162,15 @@ def test_layouts(world: int, layout: dict, sizes: dict, bf16: bool, lengths: tup
     for name, mode in modes.items():
         found = ratios(sizes, layout, {"bf16": bf16} | mode, lengths=lengths, world=world)
         assert all(abs(ratio - 1) < TOLERANCE for ratio in found), (name, found)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "chunks", "micro_batches"), [(2, 1, 4), (4, 1, 6), (4, 1, 2), (2, 2, 4), (4, 2, 8)]
+)
+def test_micro_batches_that_the_schedule_holds(pipeline: int, chunks: int, micro_batches: int) -> None:
+    sizes = DENSE | {"num_layers": 8}
+    layout = {"pipeline": pipeline, "virtual_pipeline": chunks}
+    batches = [rows((16, 16))] * micro_batches
+    found = pool(pipeline).run(most_in_flight, sizes=sizes, layout=layout, micro_batches=batches, length=32)
+    resolved = resolve_layout(pipeline, shape=ModelShape(**sizes), **layout)
+    assert found == [in_flight(resolved, micro_batches, stage) for stage in range(pipeline)]

@@ -10,9 +10,9 @@ from helpers.saved_bytes import bytes_held
 
 from mcore_qwen3.arch import ModelShape, resolve_layout
 from mcore_qwen3.planner.settings import Settings
-from mcore_qwen3.planner.state import state_bytes
+from mcore_qwen3.planner.state import chunk_tensors, state_bytes
 
-# Sizes that do not divide: 101 words, heads of 10, 5 experts' worth of padding in every buffer.
+# Sizes that are no multiples of 64, so that every parameter has a gap before it and every buffer an end to fill.
 DENSE = {
     "model_type": "qwen3",
     "num_layers": 2,
@@ -77,8 +77,6 @@ def test_buffers_and_optimizer_state(
 
 def copies(state: Any, layout: Any, shape: ModelShape, stage: int, settings: Settings) -> int:
     """Parameters of all ranks of a stage, each counted once for each tensor- or expert-parallel copy."""
-    from mcore_qwen3.planner.state import chunk_tensors
-
     tensors = [
         tensor
         for chunk in range(layout.virtual_pipeline)

@@ -114,3 +114,44 @@ def bytes_held(sizes: dict[str, Any], layout: dict[str, Any], options: dict[str,
         "master": master,
         "stage": parallel_state.get_pipeline_model_parallel_rank(),
     }
+
+
+def most_in_flight(
+    sizes: dict[str, Any], layout: dict[str, Any], micro_batches: list[list[list[Sample]]], length: int
+) -> list[int]:
+    """Micro-batches of each chunk that this rank's schedule held between forward and backward, at its fullest moment."""
+    import torch.distributed as dist
+
+    from mcore_qwen3.arch import ModelShape, resolve_layout
+    from mcore_qwen3.data.micro_batch import build_micro_batch
+    from mcore_qwen3.model.build import build_chunks
+    from mcore_qwen3.model.config import ModelOptions
+    from mcore_qwen3.train.optimizer import wrap_for_data_parallel
+    from mcore_qwen3.train.step import run_schedule
+
+    shape = ModelShape(**sizes)
+    resolved = resolve_layout(dist.get_world_size(), shape=shape, **layout)
+    start_groups(resolved)
+    chunks = wrap_for_data_parallel(build_chunks(shape, resolved, ModelOptions()))
+    with torch.no_grad():
+        for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+            parameter.fill_(0.1)
+    held, fullest = [0] * len(chunks), [0] * len(chunks)
+
+    def watch(number: int, output: torch.Tensor) -> None:
+        held[number] += 1
+        if sum(held) > sum(fullest):
+            fullest[:] = held
+
+        def leave(_gradients: Any) -> None:
+            held[number] -= 1
+
+        assert output.grad_fn is not None
+        output.grad_fn.register_prehook(leave)
+
+    for number, chunk in enumerate(chunks):
+        chunk.register_forward_hook(lambda _module, _inputs, output, number=number: watch(number, output))
+    batches = [build_micro_batch([[(s.ids, s.mask) for s in row] for row in rows], length, 0) for rows in micro_batches]
+    run_schedule(chunks, batches, forward_only=False)
+    assert held == [0] * len(chunks), "a backward was not seen"
+    return fullest

@@ -15,23 +15,65 @@ import pytest
 
 from mcore_qwen3.arch import ModelShape, rank_state, resolve_layout
 from mcore_qwen3.errors import ConfigError
+from mcore_qwen3.planner.measured_memory import SHAPES
 from mcore_qwen3.planner.settings import Settings
 from mcore_qwen3.planner.state import chunk_tensors, padded_buffer, state_bytes
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "tests" / "unit" / "arch"))
-from official_configs import D2, M2, OFFICIAL  # noqa: E402
 
 GIB = 2**30
+# Hidden 16 with four heads of 8, so that head_dim is not hidden / heads; 101 words, so that the table is padded.
+D2 = ModelShape(
+    model_type="qwen3",
+    num_layers=2,
+    hidden_size=16,
+    num_attention_heads=4,
+    num_query_groups=2,
+    head_dim=8,
+    ffn_hidden_size=32,
+    vocab_size=101,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    tie_word_embeddings=True,
+    initializer_range=0.02,
+    torch_dtype="bfloat16",
+)
+M2 = dataclasses.replace(
+    D2,
+    model_type="qwen3_moe",
+    num_layers=4,
+    tie_word_embeddings=False,
+    num_experts=4,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=8,
+    moe_layers=(True,) * 4,
+)
+
+
+def dense(num_layers: int, **changes: Any) -> ModelShape:
+    return dataclasses.replace(D2, num_layers=num_layers, moe_layers=(False,) * num_layers, **changes)
+
+
 TINY = {
-    "dense": ModelShape.from_hf_config(D2 | {"num_hidden_layers": 4, "tie_word_embeddings": False}),
-    "tied": ModelShape.from_hf_config(D2 | {"num_hidden_layers": 4}),
-    "moe": ModelShape.from_hf_config(M2 | {"num_hidden_layers": 4}),
-    "mixed": ModelShape.from_hf_config(M2 | {"num_hidden_layers": 4, "mlp_only_layers": [0, 2]}),
+    "dense": dense(4, tie_word_embeddings=False),
+    "tied": dense(4),
+    "moe": M2,
+    "mixed": dataclasses.replace(M2, moe_layers=(False, True, False, True)),
 }
+QWEN3_8B = dense(
+    36,
+    hidden_size=4096,
+    num_attention_heads=32,
+    num_query_groups=8,
+    head_dim=128,
+    ffn_hidden_size=12288,
+    vocab_size=151936,
+    tie_word_embeddings=False,
+)
 # World size and layout of the two models, each with its own reason to be here: expert-TP, uneven ends, chunks, DP, CP.
 BIG: dict[str, list[tuple[int, dict[str, Any]]]] = {
-    "30B-A3B": [
+    "Qwen3-30B-A3B": [
         (1, {}),
         (8, {"expert": 8}),
         (16, {"tensor": 2, "expert": 8}),
@@ -43,7 +85,7 @@ BIG: dict[str, list[tuple[int, dict[str, Any]]]] = {
         (64, {"tensor": 4, "pipeline": 4, "expert": 16}),
         (16, {"expert": 16}),
     ],
-    "235B-A22B": [
+    "Qwen3-235B-A22B": [
         (64, {"tensor": 4, "pipeline": 2, "expert": 8}),
         (64, {"tensor": 2, "pipeline": 8, "expert": 8, "first_stage_layers": 11, "last_stage_layers": 11}),
         (64, {"pipeline": 2, "expert": 32}),
@@ -151,15 +193,16 @@ def test_every_layout_of_the_tiny_models_on_up_to_8_ranks() -> None:
 
 
 def test_ten_layouts_of_each_real_model() -> None:
-    shapes = {model: ModelShape.from_hf_config(OFFICIAL[model]) for model in BIG}
     assert all(len(layouts) == 10 for layouts in BIG.values())
-    cases = [(shapes[model], case_of(shapes[model], *layout)) for model in BIG for layout in BIG[model]]
+    cases = [(SHAPES[model], case_of(SHAPES[model], *layout)) for model in BIG for layout in BIG[model]]
     compare(cases)
 
 
-@pytest.mark.parametrize(("model", "parameters"), [("30B-A3B", 30_532_122_624), ("235B-A22B", 235_093_634_560)])
+@pytest.mark.parametrize(
+    ("model", "parameters"), [("Qwen3-30B-A3B", 30_532_122_624), ("Qwen3-235B-A22B", 235_093_634_560)]
+)
 def test_b96_parameters_of_the_stages_sum_to_the_model(model: str, parameters: int) -> None:
-    shape = ModelShape.from_hf_config(OFFICIAL[model])
+    shape = SHAPES[model]
     layout = resolve_layout(2, pipeline=2, shape=shape)
     assert sum(tensor.size for stage in range(2) for tensor in chunk_tensors(shape, layout, stage, 0)) == parameters
 
@@ -170,14 +213,14 @@ def plain(**changes: Any) -> Settings:
 
 @pytest.mark.parametrize(("expert_tensor", "expected"), [(1, 45.93), (2, 35.80)])
 def test_b96_the_users_command_on_16_gpus(expert_tensor: int, expected: float) -> None:
-    shape = ModelShape.from_hf_config(OFFICIAL["30B-A3B"])
+    shape = SHAPES["Qwen3-30B-A3B"]
     layout = resolve_layout(16, tensor=2, expert=8, expert_tensor=expert_tensor, shape=shape)
     assert round(state_bytes(shape, layout, plain(), 0).total / GIB, 2) == expected
 
 
 def test_bytes_a_parameter_of_each_optimizer_setting() -> None:
     """The 8B model on 4 ranks of DP, whose buffers need no padding: bytes a parameter by hand."""
-    shape = ModelShape.from_hf_config(OFFICIAL["8B"])
+    shape = QWEN3_8B
     layout = resolve_layout(4, shape=shape)
     expected = {
         6 + 12 / 4: {},
@@ -195,7 +238,7 @@ def test_bytes_a_parameter_of_each_optimizer_setting() -> None:
 
 def test_lora_keeps_frozen_weights_and_trains_adapters() -> None:
     """One dense layer of D2 at TP 2 by hand: rank x (in + out) of QKV, output, fc1 and fc2, the split side halved."""
-    shape = ModelShape.from_hf_config(D2 | {"num_hidden_layers": 1})
+    shape = dense(1)
     layout = resolve_layout(2, tensor=2, shape=shape)
     state = state_bytes(shape, layout, plain(train_type="lora", lora_rank=4), 0)
     assert state.trained == 4 * ((16 + 64 // 2) + (32 // 2 + 16) + (16 + 64 // 2) + (32 // 2 + 16))
@@ -207,7 +250,7 @@ def test_lora_keeps_frozen_weights_and_trains_adapters() -> None:
 
 def test_b97_the_heaviest_of_uneven_stages() -> None:
     """Three layers as 1 + 2, tied: a stage also holds its table; the first has the embedding, the last the final norm."""
-    shape = ModelShape.from_hf_config(D2 | {"num_hidden_layers": 3})
+    shape = dense(3)
     layout = resolve_layout(2, pipeline=2, first_stage_layers=1, shape=shape)
     layer, table = 64 * 16 + 32 * 16 + 3 * 32 * 16 + 2 * 16 + 2 * 8, 101 * 16
     stages = [state_bytes(shape, layout, plain(), stage).trained for stage in range(2)]

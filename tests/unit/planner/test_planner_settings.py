@@ -1,0 +1,54 @@
+"""A run's flags -> what the estimates read."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mcore_qwen3.arch import resolve_layout
+from mcore_qwen3.config import RunConfig, with_values
+from mcore_qwen3.planner.measured_memory import SHAPES
+from mcore_qwen3.planner.settings import Settings, settings_of
+
+RUN = with_values(
+    RunConfig(),
+    {
+        "max_length": 8190,
+        "bf16": True,
+        "micro_batch_size": 2,
+        "global_batch_size": 32,
+        "recompute_granularity": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": 3,
+        "moe_aux_loss_coeff": 0.01,
+        "moe_expert_capacity_factor": 2.0,
+        "moe_token_dispatcher_type": "allgather",
+    },
+)
+
+
+def test_every_flag_reaches_its_setting() -> None:
+    """All fields of Settings that are flags have the flag's value; the row is rounded up for CP x lcm(2, TP) = 16."""
+    layout = resolve_layout(16, tensor=4, context=4, expert=8, shape=SHAPES["Qwen3-30B-A3B"])
+    settings = settings_of(RUN, layout, modules="torch", on_cuda=True)
+    flags = {
+        field.name for section in dataclasses.fields(RUN) for field in dataclasses.fields(getattr(RUN, section.name))
+    }
+    shared = [field.name for field in dataclasses.fields(Settings) if field.name in flags]
+    assert len(shared) >= 14
+    values = {
+        name: getattr(getattr(RUN, section.name), name)
+        for section in dataclasses.fields(RUN)
+        for name in shared
+        if hasattr(getattr(RUN, section.name), name)
+    }
+    assert {name: getattr(settings, name) for name in shared} == values
+    assert (settings.row_length, settings.effective_length) == (8192, 8192.0)
+    assert (settings.modules, settings.on_cuda, settings.element_bytes, settings.master_bytes) == ("torch", True, 2, 4)
+
+
+def test_fp32_has_no_master_weights_and_no_balance_loss_keeps_no_scores() -> None:
+    run = with_values(RUN, {"bf16": False, "moe_router_load_balancing_type": "none"})
+    layout = resolve_layout(1, shape=SHAPES["Qwen3-30B-A3B"])
+    settings = settings_of(run, layout, modules="torch", on_cuda=False)
+    assert (settings.element_bytes, settings.master_bytes, settings.moe_aux_loss_coeff) == (4, 0, 0.0)
+    assert settings.row_length == 8190
