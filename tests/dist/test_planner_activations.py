@@ -140,21 +140,22 @@ def test_options_of_experts_and_loss(name: str, options: dict) -> None:
     assert abs(ratio - 1) < TOLERANCE, (name, ratio)
 
 
+LAYOUTS = [
+    (2, {"tensor": 2}, DENSE),
+    (2, {"tensor": 2, "sequence_parallel": True}, DENSE),
+    (2, {"tensor": 2}, MOE),
+    (2, {"tensor": 2, "expert_tensor": 2}, MOE),
+    (2, {"expert": 2}, MOE),
+    (2, {"context": 2}, DENSE),
+    (2, {"context": 2}, MOE),
+    (4, {"context": 2, "tensor": 2}, MOE),
+    (4, {"tensor": 4, "sequence_parallel": True}, DENSE),
+    (4, {"context": 2, "tensor": 2, "expert": 4}, MOE),
+]
+
+
 @pytest.mark.parametrize(
-    ("world", "layout", "sizes"),
-    [
-        (2, {"tensor": 2}, DENSE),
-        (2, {"tensor": 2, "sequence_parallel": True}, DENSE),
-        (2, {"tensor": 2}, MOE),
-        (2, {"tensor": 2, "expert_tensor": 2}, MOE),
-        (2, {"expert": 2}, MOE),
-        (2, {"context": 2}, DENSE),
-        (2, {"context": 2}, MOE),
-        (4, {"context": 2, "tensor": 2}, MOE),
-        (4, {"tensor": 4, "sequence_parallel": True}, DENSE),
-        (4, {"context": 2, "tensor": 2, "expert": 4}, MOE),
-    ],
-    ids=str,
+    ("world", "layout", "sizes"), LAYOUTS, ids=[f"{sizes['model_type']} {layout}" for _, layout, sizes in LAYOUTS]
 )
 @pytest.mark.parametrize(("bf16", "lengths"), [(False, (32, 96)), (True, (LENGTH,))], ids=["fp32 packed", "bf16"])
 def test_layouts(world: int, layout: dict, sizes: dict, bf16: bool, lengths: tuple[int, ...]) -> None:
