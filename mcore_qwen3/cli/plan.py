@@ -12,10 +12,10 @@ from mcore_qwen3.cli.plan_view import command_text, explain_lines, plan_record, 
 from mcore_qwen3.config import PLAN, Parsed, PlanConfig, parse_command, to_flat_dict, with_values
 from mcore_qwen3.errors import ConfigError
 from mcore_qwen3.planner.calibration import Calibration, load_calibration
-from mcore_qwen3.planner.gpus import Gpu, find_gpu
+from mcore_qwen3.planner.gpus import find_gpu
 from mcore_qwen3.planner.layout_words import read_layout
 from mcore_qwen3.planner.models import find_model
-from mcore_qwen3.planner.search import Plan, Search
+from mcore_qwen3.planner.search import Search
 from mcore_qwen3.planner.settings import Settings, settings_of
 
 SHOWN = 10
@@ -47,7 +47,15 @@ def run(argv: list[str]) -> int:
         return 0
     _say([f"{gpus} GPUs: {len(plans)} layouts fit; the best {min(SHOWN, len(plans))}:", ""])
     _say([*table_lines(plans[:SHOWN], search.gpu), "", "the first as a command, on every node:", ""])
-    _say([command_text(flags, search.gpu, gpus), "", "and as a file for --config:", "", yaml_text(flags, search, plans[0])])
+    _say(
+        [
+            command_text(flags, search.gpu, gpus),
+            "",
+            "and as a file for --config:",
+            "",
+            yaml_text(flags, search, plans[0]),
+        ]
+    )
     return 0
 
 

@@ -88,9 +88,7 @@ def check_plan(config: PlanConfig) -> None:
     if not config.model.load:
         raise ConfigError("megatron plan needs --model", fix="--model Qwen3-30B-A3B, a config.json or a checkpoint")
     if config.cluster.gpus is None and not config.question.min_gpus:
-        raise ConfigError(
-            "megatron plan needs a number of GPUs, or has to find it", fix="--gpus N, or --min_gpus true"
-        )
+        raise ConfigError("megatron plan needs a number of GPUs, or has to find it", fix="--gpus N, or --min_gpus true")
     if config.question.explain and config.question.min_gpus:
         raise ConfigError("--explain has one layout on --gpus", seen="--min_gpus true", fix="drop one of the two")
     check_schedule(config.run_config())

@@ -10,7 +10,6 @@ import yaml
 
 from mcore_qwen3.errors import ConfigError
 
-
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mcore_qwen3.arch import ModelShape, ParallelLayout
 from mcore_qwen3.planner.activations import (
@@ -43,8 +44,27 @@ def chunk_bytes(shape: ModelShape, layout: ParallelLayout, settings: Settings, s
         stage: pipeline rank.
         chunk: model chunk of the rank.
     """
+    kinds = tuple(shape.moe_layers[number] for number in layout.chunk_layers(stage, chunk))
+    first = stage == 0 and chunk == 0
+    last = stage == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1
+    return _chunk_bytes(shape, one_stage(layout), settings, kinds, first, last)
+
+
+def one_stage(layout: ParallelLayout) -> ParallelLayout:
+    """What a layer's activations see of a layout: TP, CP and expert-TP. Layouts that differ in the rest share a cache."""
+    whole = (sum(map(sum, layout.stages)),)
+    return replace(
+        layout, world_size=1, pipeline=1, data=1, expert=1, expert_data=1, stages=(whole,), virtual_pipeline=1,
+        first_stage_layers=None, last_stage_layers=None, account_for_embedding=False, account_for_loss=False, notes=(),
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def _chunk_bytes(
+    shape: ModelShape, layout: ParallelLayout, settings: Settings, kinds: tuple[bool, ...], first: bool, last: bool
+) -> ChunkBytes:
+    """`chunk_bytes` of layers of these kinds (True: with experts), on the first stage, the last, or between."""
     tokens = tokens_of(shape, layout, settings)
-    kinds = [shape.moe_layers[number] for number in layout.chunk_layers(stage, chunk)]
     whole = {kind: total_bytes(layer_rows(shape, layout, settings, kind), tokens) for kind in set(kinds)}
     part = {kind: total_bytes(kept_rows(shape, layout, settings, kind), tokens) for kind in set(kinds)}
     kept = total_bytes(shared_rows(shape, layout, settings), tokens)
@@ -54,9 +74,9 @@ def chunk_bytes(shape: ModelShape, layout: ParallelLayout, settings: Settings, s
             kept += total_bytes(checkpoint_rows(shape, settings), tokens)
         else:
             kept += sum(part[kind] for kind in group.kinds)
-    if stage == 0 and chunk == 0:
+    if first:
         kept += total_bytes(embedding_rows(layout), tokens)
-    if stage == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1:
+    if last:
         kept += total_bytes(head_rows(shape, layout, settings), tokens)
     again = [
         sum(whole[kind] for kind in group.kinds)

@@ -65,8 +65,19 @@ class Account:
 
 def heaviest_account(shape: ModelShape, layout: ParallelLayout, settings: Settings) -> Account:
     """The account of the stage that needs most; the first of several. A GPU must hold this one."""
-    accounts = [stage_account(shape, layout, settings, stage) for stage in range(layout.pipeline)]
+    accounts = [stage_account(shape, layout, settings, stage) for stage in _different_stages(shape, layout)]
     return max(accounts, key=lambda account: (account.total, -account.stage))
+
+
+def _different_stages(shape: ModelShape, layout: ParallelLayout) -> list[int]:
+    """One of those stages that hold the same: the first, which has most micro-batches in flight."""
+    if shape.is_mixed:
+        return list(range(layout.pipeline))
+    ends = (0, layout.pipeline - 1)
+    first: dict[object, int] = {}
+    for stage, chunks in enumerate(layout.stages):
+        first.setdefault((chunks, stage if stage in ends else None), stage)
+    return list(first.values())
 
 
 def stage_account(shape: ModelShape, layout: ParallelLayout, settings: Settings, stage: int) -> Account:

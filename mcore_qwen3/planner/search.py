@@ -20,7 +20,9 @@ from mcore_qwen3.planner.memory import GIB, Account, heaviest_account
 from mcore_qwen3.planner.settings import Settings
 from mcore_qwen3.planner.step_time import StepTime, estimate_step
 
-SHORTEST_PART = 2048  # tokens of a row a context-parallel rank keeps: below, attention is too short to hide the exchange
+SHORTEST_PART = (
+    2048  # tokens of a row a context-parallel rank keeps: below, attention is too short to hide the exchange
+)
 LARGEST_MICRO_BATCH = 8
 MOST_VIRTUAL_STAGES = 12  # the most that any published run has
 
@@ -213,7 +215,11 @@ class Search:
         if any(self.fixed.get(name) for name in (*ends, *counted)):
             first, last = (self.fixed.get(name) for name in ends)
             embedding, loss = (bool(self.fixed.get(name)) for name in counted)
-            return (PipelineSplit(pipeline=pipeline, virtual=virtual or 1, first=first, last=last, embedding=embedding, loss=loss),)
+            return (
+                PipelineSplit(
+                    pipeline=pipeline, virtual=virtual or 1, first=first, last=last, embedding=embedding, loss=loss
+                ),
+            )
         return pipeline_cuts(self.shape.num_layers, pipeline, virtual)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 
 from mcore_qwen3.arch import ModelShape, ParallelLayout, padded_vocab_size
 from mcore_qwen3.planner.settings import Settings
@@ -40,6 +42,24 @@ class StateBytes:
         return self.weights + self.gradients + self.master_weights + self.moments
 
 
+_FIELDS = tuple(field.name for field in fields(StateBytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """Sums over tensors: parameters, and the elements that they take in the buffers of dense and of expert parameters."""
+
+    parameters: int = 0
+    dense: int = 0
+    experts: int = 0
+
+    def __add__(self, other: Buffers) -> Buffers:
+        return Buffers(self.parameters + other.parameters, self.dense + other.dense, self.experts + other.experts)
+
+    def __rmul__(self, number: int) -> Buffers:
+        return Buffers(number * self.parameters, number * self.dense, number * self.experts)
+
+
 def chunk_tensors(
     shape: ModelShape, layout: ParallelLayout, stage: int, chunk: int, moe_grouped_gemm: bool = True
 ) -> list[Tensor]:
@@ -52,55 +72,62 @@ def chunk_tensors(
         chunk: model chunk, 0 to virtual_pipeline - 1.
         moe_grouped_gemm: the experts of a rank are two stacked tensors; False: two tensors each.
     """
-    first = stage == 0 and chunk == 0
-    last = stage == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1
-    table = padded_vocab_size(shape.vocab_size, layout.tensor) // layout.tensor * shape.hidden_size
-    tensors = [Tensor(table)] if first else []
+    grid = (layout.tensor, layout.expert, layout.expert_tensor)
+    tensors = list(_end_tensors(shape, layout, stage, chunk))
     for number in layout.chunk_layers(stage, chunk):
-        tensors += _layer_tensors(shape, layout, shape.moe_layers[number], moe_grouped_gemm)
-    if last:
-        tensors.append(Tensor(shape.hidden_size))
-        if not (shape.tie_word_embeddings and first):
-            tensors.append(Tensor(table))
+        tensors += _layer_tensors(shape, *grid, shape.moe_layers[number], moe_grouped_gemm)
     return tensors
 
 
-def _layer_tensors(shape: ModelShape, layout: ParallelLayout, has_experts: bool, grouped: bool) -> Iterator[Tensor]:
-    hidden, tensor = shape.hidden_size, layout.tensor
+def _end_tensors(shape: ModelShape, layout: ParallelLayout, stage: int, chunk: int) -> Iterator[Tensor]:
+    """The embedding of the first chunk; the last norm and the output layer of the last one."""
+    first = stage == 0 and chunk == 0
+    last = stage == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1
+    table = padded_vocab_size(shape.vocab_size, layout.tensor) // layout.tensor * shape.hidden_size
+    if first:
+        yield Tensor(table)
+    if last:
+        yield Tensor(shape.hidden_size)
+        if not (shape.tie_word_embeddings and first):
+            yield Tensor(table)
+
+
+@functools.lru_cache
+def _layer_tensors(
+    shape: ModelShape, tensor: int, expert: int, expert_tensor: int, has_experts: bool, grouped: bool
+) -> tuple[Tensor, ...]:
+    hidden = shape.hidden_size
     query = shape.num_attention_heads * shape.head_dim
     norms = [hidden, hidden, shape.head_dim, shape.head_dim]
-    yield from map(Tensor, [*norms, shape.qkv_rows * hidden // tensor, query * hidden // tensor])
+    sizes = [*norms, shape.qkv_rows * hidden // tensor, query * hidden // tensor]
     if not has_experts:
-        yield Tensor(2 * shape.ffn_hidden_size * hidden // tensor)
-        yield Tensor(shape.ffn_hidden_size * hidden // tensor)
-        return
-    yield Tensor(shape.num_experts * hidden)
-    own = shape.num_experts // layout.expert
-    width = shape.moe_ffn_hidden_size // layout.expert_tensor
-    for size in (2 * width * hidden, width * hidden):
-        yield from [Tensor(own * size, True)] if grouped else [Tensor(size, True)] * own
+        width = shape.ffn_hidden_size // tensor
+        return tuple(map(Tensor, [*sizes, 2 * width * hidden, width * hidden]))
+    own = shape.num_experts // expert
+    width = shape.moe_ffn_hidden_size // expert_tensor
+    experts = [2 * width * hidden, width * hidden]
+    of_experts = [Tensor(own * size, True) for size in experts]
+    if not grouped:
+        of_experts = [Tensor(size, True) for size in experts for _ in range(own)]
+    return (*map(Tensor, [*sizes, shape.num_experts * hidden]), *of_experts)
 
 
-def adapter_tensors(
-    shape: ModelShape, layout: ParallelLayout, stage: int, chunk: int, lora_rank: int
-) -> Iterator[Tensor]:
-    """The LoRA adapters of one chunk (Hu et al. 2021): A [rank, in] and B [out, rank] beside each linear layer.
+@functools.lru_cache
+def _adapter_tensors(
+    shape: ModelShape, tensor: int, expert: int, expert_tensor: int, has_experts: bool, lora_rank: int
+) -> tuple[Tensor, ...]:
+    """The LoRA adapters of one layer (Hu et al. 2021): A [rank, in] and B [out, rank] beside each linear layer.
 
     Tensor parallel splits B of a layer whose rows are split (QKV, fc1) and A of one whose columns are (output of
     attention, fc2); every expert has adapters of its own.
     """
-    hidden, tensor = shape.hidden_size, layout.tensor
-    query = shape.num_attention_heads * shape.head_dim
-    for number in layout.chunk_layers(stage, chunk):
-        pairs = [(hidden, shape.qkv_rows // tensor), (query // tensor, hidden)]
-        width, copies, is_expert = shape.ffn_hidden_size // tensor, 1, False
-        if shape.moe_layers[number]:
-            width, is_expert = shape.moe_ffn_hidden_size // layout.expert_tensor, True
-            copies = shape.num_experts // layout.expert
-        yield from (Tensor(lora_rank * size) for pair in pairs for size in pair)
-        yield from [
-            Tensor(lora_rank * size, is_expert) for size in (hidden, 2 * width, width, hidden)
-        ] * copies  # fmt: skip
+    hidden, query = shape.hidden_size, shape.num_attention_heads * shape.head_dim
+    sizes = [hidden, shape.qkv_rows // tensor, query // tensor, hidden]
+    width, copies = shape.ffn_hidden_size // tensor, 1
+    if has_experts:
+        width, copies = shape.moe_ffn_hidden_size // expert_tensor, shape.num_experts // expert
+    mlp = [Tensor(lora_rank * size, has_experts) for size in (hidden, 2 * width, width, hidden)]
+    return (*(Tensor(lora_rank * size) for size in sizes), *mlp * copies)
 
 
 def state_bytes(shape: ModelShape, layout: ParallelLayout, settings: Settings, stage: int) -> StateBytes:
@@ -118,48 +145,58 @@ def state_bytes(shape: ModelShape, layout: ParallelLayout, settings: Settings, s
     """
     whole = StateBytes(trained=0, frozen=0, weights=0, gradients=0, master_weights=0, moments=0)
     for chunk in range(layout.virtual_pipeline):
-        tensors = chunk_tensors(shape, layout, stage, chunk, settings.moe_grouped_gemm)
-        frozen = 0
-        if settings.train_type == "lora":
-            frozen = sum(tensor.size for tensor in tensors)
-            tensors = list(adapter_tensors(shape, layout, stage, chunk, settings.lora_rank))
-        part = _trained(tensors, layout, settings)
-        whole = StateBytes(
-            trained=whole.trained + part.trained,
-            frozen=whole.frozen + frozen,
-            weights=whole.weights + part.weights + frozen * settings.element_bytes,
-            gradients=whole.gradients + part.gradients,
-            master_weights=whole.master_weights + part.master_weights,
-            moments=whole.moments + part.moments,
-        )
+        part = _chunk_state(shape, layout, settings, stage, chunk)
+        whole = StateBytes(**{name: getattr(whole, name) + getattr(part, name) for name in _FIELDS})
     on_device = 1 - settings.optimizer_offload_fraction
     return replace(
         whole, master_weights=round(whole.master_weights * on_device), moments=round(whole.moments * on_device)
     )
 
 
-def _trained(tensors: list[Tensor], layout: ParallelLayout, settings: Settings) -> StateBytes:
-    dense = [tensor.size for tensor in tensors if not tensor.is_expert]
-    experts = [tensor.size for tensor in tensors if tensor.is_expert]
+def _chunk_state(shape: ModelShape, layout: ParallelLayout, settings: Settings, stage: int, chunk: int) -> StateBytes:
+    grid = (layout.tensor, layout.expert, layout.expert_tensor)
+    kinds = Counter(shape.moe_layers[number] for number in layout.chunk_layers(stage, chunk))
+    base = buffer_sizes(tuple(_end_tensors(shape, layout, stage, chunk)))
+    for has_experts, number in kinds.items():
+        base += number * buffer_sizes(_layer_tensors(shape, *grid, has_experts, settings.moe_grouped_gemm))
+    trained, frozen = base, 0
+    if settings.train_type == "lora":
+        frozen, trained = base.parameters, Buffers()
+        for has_experts, number in kinds.items():
+            trained += number * buffer_sizes(_adapter_tensors(shape, *grid, has_experts, settings.lora_rank))
+    return _trained(trained, frozen, layout, settings)
+
+
+def _trained(sums: Buffers, frozen: int, layout: ParallelLayout, settings: Settings) -> StateBytes:
+    dense, experts = sums.dense, sums.experts
     if layout.expert == 1 and layout.expert_tensor == layout.tensor:  # the same ranks share both: one buffer
-        dense, experts = dense + experts, []
+        dense, experts = dense + experts, 0
     buffers = ((dense, layout.data * layout.context), (experts, layout.expert_data))
-    padded = sum(padded_buffer(sizes, ranks) for sizes, ranks in buffers)
-    share = sum(padded_buffer(sizes, ranks) // ranks for sizes, ranks in buffers)
+    padded = sum(padded_buffer(size, ranks) for size, ranks in buffers)
+    share = sum(padded_buffer(size, ranks) // ranks for size, ranks in buffers)
     return StateBytes(
-        trained=sum(tensor.size for tensor in tensors),
-        frozen=0,
-        weights=padded * settings.element_bytes,
+        trained=sums.parameters,
+        frozen=frozen,
+        weights=(padded + frozen) * settings.element_bytes,
         gradients=padded * settings.gradient_bytes,
         master_weights=share * settings.master_bytes,
         moments=share * settings.moment_bytes,
     )
 
 
-def padded_buffer(sizes: Iterable[int], ranks: int) -> int:
-    """Elements of a gradient buffer that holds parameters of these sizes and is cut over so many ranks."""
-    aligned = sum(_up(size, _PARAMETER_MULTIPLE) for size in sizes)
-    return _up(aligned, math.lcm(ranks, _BUFFER_MULTIPLE))
+@functools.lru_cache
+def buffer_sizes(tensors: tuple[Tensor, ...]) -> Buffers:
+    """Their sizes in the two buffers; each starts at a multiple of 64 elements."""
+    dense, experts = (
+        sum(_up(tensor.size, _PARAMETER_MULTIPLE) for tensor in tensors if tensor.is_expert is kind)
+        for kind in (False, True)
+    )
+    return Buffers(sum(tensor.size for tensor in tensors), dense, experts)
+
+
+def padded_buffer(size: int, ranks: int) -> int:
+    """Elements of a gradient buffer whose parameters take `size`, their padding included, and that so many ranks share."""
+    return _up(size, math.lcm(ranks, _BUFFER_MULTIPLE))
 
 
 def _up(number: int, multiple: int) -> int:

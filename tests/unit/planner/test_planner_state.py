@@ -17,7 +17,7 @@ from mcore_qwen3.arch import ModelShape, rank_state, resolve_layout
 from mcore_qwen3.errors import ConfigError
 from mcore_qwen3.planner.measured_memory import SHAPES
 from mcore_qwen3.planner.settings import Settings
-from mcore_qwen3.planner.state import chunk_tensors, padded_buffer, state_bytes
+from mcore_qwen3.planner.state import Tensor, buffer_sizes, chunk_tensors, padded_buffer, state_bytes
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -258,6 +258,9 @@ def test_b97_the_heaviest_of_uneven_stages() -> None:
 
 
 def test_padding_of_a_buffer_by_hand() -> None:
-    assert padded_buffer([64, 64], 1) == 128
-    assert padded_buffer([16, 65], 1) == 256  # 64 + 128, then to a multiple of 128
-    assert padded_buffer([128], 3) == 384  # lcm(3, 128)
+    def size(*parameters: int) -> int:
+        return buffer_sizes(tuple(map(Tensor, parameters))).dense
+
+    assert padded_buffer(size(64, 64), 1) == 128
+    assert padded_buffer(size(16, 65), 1) == 256  # 64 + 128, then to a multiple of 128
+    assert padded_buffer(size(128), 3) == 384  # lcm(3, 128)
