@@ -44,12 +44,29 @@ def chunk_bytes(shape: ModelShape, layout: ParallelLayout, settings: Settings, s
         stage: pipeline rank.
         chunk: model chunk of the rank.
     """
-    kinds = tuple(shape.moe_layers[number] for number in layout.chunk_layers(stage, chunk))
-    first = stage == 0 and chunk == 0
-    last = stage == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1
-    return _chunk_bytes(shape, one_stage(layout), settings, kinds, first, last)
+    return _chunk_bytes(shape, one_stage(layout), settings, chunk_kind(shape, layout, stage, chunk))
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkKind:
+    """What makes chunks of one layout equal: their layers (True: with experts), and the ends of the model in them."""
+
+    layers: tuple[bool, ...]
+    is_first: bool
+    is_last: bool
+
+
+def chunk_kind(shape: ModelShape, layout: ParallelLayout, stage: int, chunk: int) -> ChunkKind:
+    """The kind of one chunk of one stage."""
+    if shape.is_mixed:
+        layers = tuple(shape.moe_layers[number] for number in layout.chunk_layers(stage, chunk))
+    else:
+        layers = (shape.is_moe,) * layout.stages[stage][chunk]
+    first, last = stage == chunk == 0, stage == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1
+    return ChunkKind(layers, first, last)
+
+
+@functools.lru_cache(maxsize=4096)
 def one_stage(layout: ParallelLayout) -> ParallelLayout:
     """What a layer's activations see of a layout: TP, CP and expert-TP. Layouts that differ in the rest share a cache."""
     whole = (sum(map(sum, layout.stages)),)
@@ -60,10 +77,8 @@ def one_stage(layout: ParallelLayout) -> ParallelLayout:
 
 
 @functools.lru_cache(maxsize=4096)
-def _chunk_bytes(
-    shape: ModelShape, layout: ParallelLayout, settings: Settings, kinds: tuple[bool, ...], first: bool, last: bool
-) -> ChunkBytes:
-    """`chunk_bytes` of layers of these kinds (True: with experts), on the first stage, the last, or between."""
+def _chunk_bytes(shape: ModelShape, layout: ParallelLayout, settings: Settings, chunk: ChunkKind) -> ChunkBytes:
+    kinds = chunk.layers
     tokens = tokens_of(shape, layout, settings)
     whole = {kind: total_bytes(layer_rows(shape, layout, settings, kind), tokens) for kind in set(kinds)}
     part = {kind: total_bytes(kept_rows(shape, layout, settings, kind), tokens) for kind in set(kinds)}
@@ -74,9 +89,9 @@ def _chunk_bytes(
             kept += total_bytes(checkpoint_rows(shape, settings), tokens)
         else:
             kept += sum(part[kind] for kind in group.kinds)
-    if first:
+    if chunk.is_first:
         kept += total_bytes(embedding_rows(layout), tokens)
-    if last:
+    if chunk.is_last:
         kept += total_bytes(head_rows(shape, layout, settings), tokens)
     again = [
         sum(whole[kind] for kind in group.kinds)

@@ -69,6 +69,11 @@ def heaviest_account(shape: ModelShape, layout: ParallelLayout, settings: Settin
     return max(accounts, key=lambda account: (account.total, -account.stage))
 
 
+def heaviest_state(shape: ModelShape, layout: ParallelLayout, settings: Settings) -> float:
+    """Bytes that the fullest stage holds between two steps: a lower bound of its account."""
+    return max(state_bytes(shape, layout, settings, stage).total for stage in _different_stages(shape, layout))
+
+
 def _different_stages(shape: ModelShape, layout: ParallelLayout) -> list[int]:
     """One of those stages that hold the same: the first, which has most micro-batches in flight."""
     if shape.is_mixed:

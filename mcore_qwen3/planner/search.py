@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mcore_qwen3.arch import ModelShape, ParallelLayout, heaviest_stage, resolve_layout, row_multiple
+from mcore_qwen3.arch import ModelShape, ParallelLayout, resolve_layout, row_multiple
 from mcore_qwen3.arch.pipeline import PipelineSplit, balanced_split, is_legal
 from mcore_qwen3.errors import ConfigError
 from mcore_qwen3.planner.calibration import Calibration
 from mcore_qwen3.planner.gpus import Gpu
-from mcore_qwen3.planner.memory import GIB, Account, heaviest_account
+from mcore_qwen3.planner.memory import GIB, Account, heaviest_account, heaviest_state
 from mcore_qwen3.planner.settings import Settings
 from mcore_qwen3.planner.step_time import StepTime, estimate_step
 
@@ -117,24 +117,21 @@ class Search:
     def _plans(self, gpus: int, *, all_sizes: bool = False) -> Iterator[Plan]:
         """One plan a layout and micro-batch: with the least recompute that fits, or with the most where none does."""
         for layout in self._layouts(gpus):
-            if not all_sizes and self._state_bytes(layout) > usable_bytes(self.gpu):
+            if not all_sizes and heaviest_state(self.shape, layout, self.settings) > usable_bytes(self.gpu):
                 continue
             for settings in self._micro_batches(layout):
                 yield self._least_recompute(layout, settings)
 
-    def _state_bytes(self, layout: ParallelLayout) -> float:
-        """A lower bound of any account: weights and gradients of the heaviest stage."""
-        frozen = self.settings.train_type == "lora"
-        state = heaviest_stage(self.shape, layout, self.settings.bf16)[1]
-        each = self.settings.element_bytes + (0 if frozen else self.settings.gradient_bytes)
-        return float(state.parameters * each)
-
     def _least_recompute(self, layout: ParallelLayout, settings: Settings) -> Plan:
-        for choice in self._recompute_choices():
-            chosen = replace(settings, **choice)
-            account = heaviest_account(self.shape, layout, chosen)
-            if account.high <= usable_bytes(self.gpu):
-                break
+        """With the cheapest choice whose range fits; with the most recompute where none does."""
+        *cheaper, last = (replace(settings, **choice) for choice in self._recompute_choices())
+        chosen, account = last, heaviest_account(self.shape, layout, last)
+        if account.total <= usable_bytes(self.gpu):
+            for candidate in cheaper:
+                other = heaviest_account(self.shape, layout, candidate)
+                if other.high <= usable_bytes(self.gpu):
+                    chosen, account = candidate, other
+                    break
         step = estimate_step(self.shape, layout, chosen, self.gpu, self.calibration)
         return Plan(layout=layout, settings=chosen, account=account, step=step)
 

@@ -6,9 +6,10 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from mcore_qwen3.arch import ModelShape, ParallelLayout, padded_vocab_size
+from mcore_qwen3.planner.chunks import ChunkKind, chunk_kind
 from mcore_qwen3.planner.settings import Settings
 
 # megatron-core 0.19.2, core/distributed/param_and_grad_buffer.py: a parameter starts at a multiple of 64 elements of its
@@ -42,9 +43,6 @@ class StateBytes:
         return self.weights + self.gradients + self.master_weights + self.moments
 
 
-_FIELDS = tuple(field.name for field in fields(StateBytes))
-
-
 @dataclass(frozen=True, slots=True)
 class Buffers:
     """Sums over tensors: parameters, and the elements that they take in the buffers of dense and of expert parameters."""
@@ -73,22 +71,20 @@ def chunk_tensors(
         moe_grouped_gemm: the experts of a rank are two stacked tensors; False: two tensors each.
     """
     grid = (layout.tensor, layout.expert, layout.expert_tensor)
-    tensors = list(_end_tensors(shape, layout, stage, chunk))
+    tensors = list(_end_tensors(shape, layout, chunk_kind(shape, layout, stage, chunk)))
     for number in layout.chunk_layers(stage, chunk):
         tensors += _layer_tensors(shape, *grid, shape.moe_layers[number], moe_grouped_gemm)
     return tensors
 
 
-def _end_tensors(shape: ModelShape, layout: ParallelLayout, stage: int, chunk: int) -> Iterator[Tensor]:
+def _end_tensors(shape: ModelShape, layout: ParallelLayout, chunk: ChunkKind) -> Iterator[Tensor]:
     """The embedding of the first chunk; the last norm and the output layer of the last one."""
-    first = stage == 0 and chunk == 0
-    last = stage == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1
     table = padded_vocab_size(shape.vocab_size, layout.tensor) // layout.tensor * shape.hidden_size
-    if first:
+    if chunk.is_first:
         yield Tensor(table)
-    if last:
+    if chunk.is_last:
         yield Tensor(shape.hidden_size)
-        if not (shape.tie_word_embeddings and first):
+        if not (shape.tie_word_embeddings and chunk.is_first):
             yield Tensor(table)
 
 
@@ -143,44 +139,65 @@ def state_bytes(shape: ModelShape, layout: ParallelLayout, settings: Settings, s
         settings: bytes of each kind, experts grouped or not, what is trained.
         stage: pipeline rank, 0 to PP - 1.
     """
-    whole = StateBytes(trained=0, frozen=0, weights=0, gradients=0, master_weights=0, moments=0)
-    for chunk in range(layout.virtual_pipeline):
-        part = _chunk_state(shape, layout, settings, stage, chunk)
-        whole = StateBytes(**{name: getattr(whole, name) + getattr(part, name) for name in _FIELDS})
-    on_device = 1 - settings.optimizer_offload_fraction
-    return replace(
-        whole, master_weights=round(whole.master_weights * on_device), moments=round(whole.moments * on_device)
+    adapters = settings.lora_rank if settings.train_type == "lora" else 0
+    whole = _stage_buffers(shape, layout, stage, settings.moe_grouped_gemm, adapters)
+    shares = 1 - settings.optimizer_offload_fraction
+    return StateBytes(
+        trained=whole.trained,
+        frozen=whole.frozen,
+        weights=(whole.padded + whole.frozen) * settings.element_bytes,
+        gradients=whole.padded * settings.gradient_bytes,
+        master_weights=round(whole.share * settings.master_bytes * shares),
+        moments=round(whole.share * settings.moment_bytes * shares),
     )
 
 
-def _chunk_state(shape: ModelShape, layout: ParallelLayout, settings: Settings, stage: int, chunk: int) -> StateBytes:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageBuffers:
+    """Elements of the buffers of a stage, and a rank's share of them; the parameters that they hold, and those beside."""
+
+    trained: int = 0
+    frozen: int = 0
+    padded: int = 0
+    share: int = 0
+
+
+@functools.lru_cache(maxsize=4096)
+def _stage_buffers(
+    shape: ModelShape, layout: ParallelLayout, stage: int, grouped: bool, lora_rank: int
+) -> StageBuffers:
+    chunks = Counter(chunk_kind(shape, layout, stage, chunk) for chunk in range(layout.virtual_pipeline))
+    parts = [(number, _chunk_buffers(shape, layout, chunk, grouped, lora_rank)) for chunk, number in chunks.items()]
+    return StageBuffers(
+        **{
+            field.name: sum(number * getattr(part, field.name) for number, part in parts)
+            for field in fields(StageBuffers)
+        }
+    )
+
+
+def _chunk_buffers(
+    shape: ModelShape, layout: ParallelLayout, chunk: ChunkKind, grouped: bool, lora_rank: int
+) -> StageBuffers:
     grid = (layout.tensor, layout.expert, layout.expert_tensor)
-    kinds = Counter(shape.moe_layers[number] for number in layout.chunk_layers(stage, chunk))
-    base = buffer_sizes(tuple(_end_tensors(shape, layout, stage, chunk)))
+    kinds = Counter(chunk.layers)
+    sizes = buffer_sizes(tuple(_end_tensors(shape, layout, chunk)))
     for has_experts, number in kinds.items():
-        base += number * buffer_sizes(_layer_tensors(shape, *grid, has_experts, settings.moe_grouped_gemm))
-    trained, frozen = base, 0
-    if settings.train_type == "lora":
-        frozen, trained = base.parameters, Buffers()
+        sizes += number * buffer_sizes(_layer_tensors(shape, *grid, has_experts, grouped))
+    frozen = 0
+    if lora_rank:
+        frozen, sizes = sizes.parameters, Buffers()
         for has_experts, number in kinds.items():
-            trained += number * buffer_sizes(_adapter_tensors(shape, *grid, has_experts, settings.lora_rank))
-    return _trained(trained, frozen, layout, settings)
-
-
-def _trained(sums: Buffers, frozen: int, layout: ParallelLayout, settings: Settings) -> StateBytes:
-    dense, experts = sums.dense, sums.experts
+            sizes += number * buffer_sizes(_adapter_tensors(shape, *grid, has_experts, lora_rank))
+    dense, experts = sizes.dense, sizes.experts
     if layout.expert == 1 and layout.expert_tensor == layout.tensor:  # the same ranks share both: one buffer
         dense, experts = dense + experts, 0
     buffers = ((dense, layout.data * layout.context), (experts, layout.expert_data))
-    padded = sum(padded_buffer(size, ranks) for size, ranks in buffers)
-    share = sum(padded_buffer(size, ranks) // ranks for size, ranks in buffers)
-    return StateBytes(
-        trained=sums.parameters,
+    return StageBuffers(
+        trained=sizes.parameters,
         frozen=frozen,
-        weights=(padded + frozen) * settings.element_bytes,
-        gradients=padded * settings.gradient_bytes,
-        master_weights=share * settings.master_bytes,
-        moments=share * settings.moment_bytes,
+        padded=sum(padded_buffer(size, ranks) for size, ranks in buffers),
+        share=sum(padded_buffer(size, ranks) // ranks for size, ranks in buffers),
     )
 
 
