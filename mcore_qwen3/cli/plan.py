@@ -35,7 +35,7 @@ def run(argv: list[str]) -> int:
         return _explain(config, search)
     gpus = _fewest_gpus(config, search) if question.min_gpus else config.cluster.gpus
     assert gpus is not None, "parsing has refused a plan without gpus and min_gpus"
-    plans = search.best(gpus)
+    plans = search.best(gpus, SHOWN)
     if not plans:
         return _nothing_fits(config, search, gpus)
     flags = run_flags(parsed, plans[0])
@@ -43,10 +43,10 @@ def run(argv: list[str]) -> int:
         Path(question.output).write_text(yaml_text(flags, search, plans[0]), encoding="utf-8")
     if question.json:
         record = {"gpus": gpus, "gpu": search.gpu.name, "command": command_text(flags, search.gpu, gpus)}
-        _say([json.dumps(record | {"plans": [plan_record(plan, search.gpu) for plan in plans[:SHOWN]]}, indent=2)])
+        _say([json.dumps(record | {"plans": [plan_record(plan, search.gpu) for plan in plans]}, indent=2)])
         return 0
-    _say([f"{gpus} GPUs: {len(plans)} layouts fit; the best {min(SHOWN, len(plans))}:", ""])
-    _say([*table_lines(plans[:SHOWN], search.gpu), "", "the first as a command, on every node:", ""])
+    _say([f"{gpus} GPUs, the fastest that fit, one line for each TP, CP, PP, EP and ETP:", ""])
+    _say([*table_lines(plans, search.gpu), "", "the first as a command, on every node:", ""])
     _say(
         [
             command_text(flags, search.gpu, gpus),

@@ -7,7 +7,7 @@ micro-batch and recompute. A knob that the user fixes keeps its value.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from mcore_qwen3.planner.step_time import StepTime, estimate_step
 SHORTEST_PART = (
     2048  # tokens of a row a context-parallel rank keeps: below, attention is too short to hide the exchange
 )
-LARGEST_MICRO_BATCH = 8
+MICRO_BATCH_SIZES = (1, 2, 4, 8)
 MOST_VIRTUAL_STAGES = 12  # the most that any published run has
 
 # Cheapest first: what is kept instead of computed again costs memory, never time.
@@ -59,6 +59,24 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """Layouts that differ in their virtual stages alone, most stages first, with one micro-batch size.
+
+    `bound`: seconds of the fastest among them, with nothing computed again.
+    """
+
+    layouts: tuple[ParallelLayout, ...]
+    micro_batch_size: int
+    bound: float
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What names them: TP, CP, PP, EP, expert-TP."""
+        layout = self.layouts[0]
+        return layout.tensor, layout.context, layout.pipeline, layout.expert, layout.expert_tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Search:
     """What is searched. `fixed` holds the flags that the user gave, by name; `settings` everything that is not a knob."""
 
@@ -68,10 +86,58 @@ class Search:
     fixed: Mapping[str, Any]
     calibration: Calibration
 
-    def best(self, gpus: int) -> list[Plan]:
-        """The plans that fit, the fastest first; those at the edge of the memory behind all others."""
-        plans = [plan for plan in self._plans(gpus) if plan.fits(self.gpu)]
-        return sorted(plans, key=lambda plan: (plan.at_the_edge(self.gpu), plan.step.seconds))
+    def best(self, gpus: int, number: int) -> list[Plan]:
+        """The fastest plans that fit, one for each TP, CP, PP, EP and expert-TP.
+
+        First those whose whole range fits, then those at the edge of the memory.
+        """
+        starts = sorted(self._starts(gpus), key=lambda start: start.bound)
+        plans = self._fastest(starts, number, at_the_edge=False)
+        if len(plans) < number:
+            known = {
+                (p.layout.tensor, p.layout.context, p.layout.pipeline, p.layout.expert, p.layout.expert_tensor)
+                for p in plans
+            }
+            others = [start for start in starts if start.sizes not in known]
+            plans += self._fastest(others, number - len(plans), at_the_edge=True)
+        return plans
+
+    def _fastest(self, starts: Sequence[Start], number: int, *, at_the_edge: bool) -> list[Plan]:
+        """The fastest plans of starts in the order of their bounds; ends where no bound can be beaten."""
+        best: dict[tuple[int, ...], Plan] = {}
+        for start in starts:
+            seconds = sorted(plan.step.seconds for plan in best.values())
+            if len(best) >= number and start.bound >= seconds[number - 1]:
+                break
+            plan = self._first_that_fits(start, at_the_edge)
+            if plan is not None and (start.sizes not in best or plan.step.seconds < best[start.sizes].step.seconds):
+                best[start.sizes] = plan
+        return sorted(best.values(), key=lambda plan: plan.step.seconds)[:number]
+
+    def _first_that_fits(self, start: Start, at_the_edge: bool) -> Plan | None:
+        """The fastest of a start's virtual stages and recompute choices that fits."""
+
+        def fits(account: Account) -> bool:
+            return (account.total if at_the_edge else account.high) <= usable_bytes(self.gpu)
+
+        *_, (layout, lightest) = self._choices(start)
+        if not fits(heaviest_account(self.shape, layout, lightest)):
+            return None
+        timed = [(self._seconds(*choice), *choice) for choice in self._choices(start)]
+        for step, layout, settings in sorted(timed, key=lambda choice: choice[0].seconds):
+            if fits(account := heaviest_account(self.shape, layout, settings)):
+                return Plan(layout=layout, settings=settings, account=account, step=step)
+        return None
+
+    def _choices(self, start: Start) -> Iterator[tuple[ParallelLayout, Settings]]:
+        """Every virtual stage and recompute choice of a start; the one that needs least memory last."""
+        for choice in self._recompute_choices():
+            for layout in start.layouts:
+                settings = for_layout(self.settings, layout)
+                yield layout, replace(settings, micro_batch_size=start.micro_batch_size, **choice)
+
+    def _seconds(self, layout: ParallelLayout, settings: Settings) -> StepTime:
+        return estimate_step(self.shape, layout, settings, self.gpu, self.calibration)
 
     def one(self, gpus: int, flags: Mapping[str, Any]) -> Plan:
         """The plan of one layout: sizes that `flags` does not name are 1.
@@ -101,8 +167,16 @@ class Search:
         return Plan(layout=layout, settings=settings, account=account, step=step)
 
     def lightest(self, gpus: int) -> Plan | None:
-        """The plan that needs least memory, for the case that none fits."""
-        return min(self._plans(gpus, all_sizes=True), key=lambda plan: plan.account.total, default=None)
+        """The plan that needs least memory, for the case that none fits; None where no layout is legal."""
+        plans = []
+        for start in self._starts(gpus, all_sizes=True):
+            *_, (layout, settings) = self._choices(start)
+            account = heaviest_account(self.shape, layout, settings)
+            plans.append((account.total, layout, settings, account))
+        if not plans:
+            return None
+        _, layout, settings, account = min(plans, key=lambda plan: plan[0])
+        return Plan(layout=layout, settings=settings, account=account, step=self._seconds(layout, settings))
 
     def fewest_gpus(self, limit: int) -> int | None:
         """The smallest number of GPUs, whole nodes above one, on which something fits."""
@@ -112,46 +186,39 @@ class Search:
         return next((size for size in sizes if size <= limit and self._any_fits(size)), None)
 
     def _any_fits(self, gpus: int) -> bool:
-        return any(plan.fits(self.gpu) for plan in self._plans(gpus))
+        return any(self._first_that_fits(start, at_the_edge=True) is not None for start in self._starts(gpus))
 
-    def _plans(self, gpus: int, *, all_sizes: bool = False) -> Iterator[Plan]:
-        """One plan a layout and micro-batch: with the least recompute that fits, or with the most where none does."""
-        for layout in self._layouts(gpus):
-            if not all_sizes and heaviest_state(self.shape, layout, self.settings) > usable_bytes(self.gpu):
+    def _starts(self, gpus: int, *, all_sizes: bool = False) -> Iterator[Start]:
+        """Every legal start whose weights and optimizer fit; with `all_sizes` the others too."""
+        for layouts in self._layouts(gpus):
+            state = heaviest_state(self.shape, layouts[-1], self.settings)
+            if not all_sizes and state > usable_bytes(self.gpu):
                 continue
-            for settings in self._micro_batches(layout):
-                yield self._least_recompute(layout, settings)
+            for size in self._micro_batch_sizes():
+                legal = tuple(layout for layout in layouts if self._divides(size, layout))
+                if legal:
+                    settings = replace(for_layout(self.settings, legal[0]), micro_batch_size=size)
+                    settings = replace(settings, **self._recompute_choices()[0])
+                    bound = self._seconds(legal[0], settings).seconds
+                    yield Start(layouts=legal, micro_batch_size=size, bound=bound)
 
-    def _least_recompute(self, layout: ParallelLayout, settings: Settings) -> Plan:
-        """With the cheapest choice whose range fits; with the most recompute where none does."""
-        *cheaper, last = (replace(settings, **choice) for choice in self._recompute_choices())
-        chosen, account = last, heaviest_account(self.shape, layout, last)
-        if account.total <= usable_bytes(self.gpu):
-            for candidate in cheaper:
-                other = heaviest_account(self.shape, layout, candidate)
-                if other.high <= usable_bytes(self.gpu):
-                    chosen, account = candidate, other
-                    break
-        step = estimate_step(self.shape, layout, chosen, self.gpu, self.calibration)
-        return Plan(layout=layout, settings=chosen, account=account, step=step)
+    def _divides(self, micro_batch_size: int, layout: ParallelLayout) -> bool:
+        group = layout.data * (layout.pipeline if layout.virtual_pipeline > 1 else 1)
+        return self.settings.global_batch_size % (micro_batch_size * group) == 0
+
+    def _micro_batch_sizes(self) -> tuple[int, ...]:
+        return (self.settings.micro_batch_size,) if "micro_batch_size" in self.fixed else MICRO_BATCH_SIZES
 
     def _recompute_choices(self) -> tuple[Mapping[str, Any], ...]:
         if any(name.startswith("recompute_") for name in self.fixed):
             return ({},)
         return RECOMPUTE if self.shape.is_moe else (RECOMPUTE[0], RECOMPUTE[-1])
 
-    def _micro_batches(self, layout: ParallelLayout) -> Iterator[Settings]:
-        settings = for_layout(self.settings, layout)
-        group = layout.data * (layout.pipeline if layout.virtual_pipeline > 1 else 1)
-        sizes = [1, 2, 4, LARGEST_MICRO_BATCH]
-        if "micro_batch_size" in self.fixed:
-            sizes = [settings.micro_batch_size]
-        for size in sizes:
-            if settings.global_batch_size % (size * group) == 0:
-                yield replace(settings, micro_batch_size=size)
+    def _layouts(self, gpus: int) -> Iterator[tuple[ParallelLayout, ...]]:
+        """Every legal TP, CP, PP, EP and expert-TP once, with each number of virtual stages, most first.
 
-    def _layouts(self, gpus: int) -> Iterator[ParallelLayout]:
-        """Every legal layout, each once. The rules of `resolve_layout` decide; sizes are powers of two and divisors."""
+        The rules of `resolve_layout` decide; sizes are powers of two, and divisors for PP.
+        """
         shape = self.shape
         tensors = self._sizes("tensor_model_parallel_size", self.gpu.gpus_per_node)
         for tensor in tensors:
@@ -165,7 +232,8 @@ class Search:
                         for inner in self._expert_tensors(tensor):
                             if shape.is_moe and gpus % (pipeline * expert * inner):
                                 continue
-                            yield from self._cuts(gpus, tensor, context, pipeline, expert, inner)
+                            if cuts := tuple(self._cuts(gpus, tensor, context, pipeline, expert, inner)):
+                                yield cuts[::-1]
 
     def _sizes(self, flag: str, limit: int) -> list[int]:
         if flag in self.fixed:
