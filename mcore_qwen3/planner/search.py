@@ -220,25 +220,28 @@ class Search:
         The rules of `resolve_layout` decide; sizes are powers of two, and divisors for PP.
         """
         shape = self.shape
-        tensors = self._sizes("tensor_model_parallel_size", self.gpu.gpus_per_node)
+        tensors = self._sizes("tensor_model_parallel_size", self.gpu.gpus_per_node, shape.num_query_groups)
+        contexts = self._sizes("context_parallel_size", max(1, self.settings.row_length // SHORTEST_PART))
+        experts = self._sizes("expert_model_parallel_size", max(1, shape.num_experts), shape.num_experts)
         for tensor in tensors:
-            for context in self._sizes("context_parallel_size", max(1, self.settings.row_length // SHORTEST_PART)):
+            for context in contexts:
                 for pipeline in self._pipelines(gpus):
                     if gpus % (tensor * context * pipeline):
                         continue
                     if self.settings.global_batch_size % (gpus // (tensor * context * pipeline)):
                         continue
-                    for expert in self._sizes("expert_model_parallel_size", max(1, shape.num_experts)):
+                    for expert in experts:
                         for inner in self._expert_tensors(tensor):
                             if shape.is_moe and gpus % (pipeline * expert * inner):
                                 continue
                             if cuts := tuple(self._cuts(gpus, tensor, context, pipeline, expert, inner)):
                                 yield cuts[::-1]
 
-    def _sizes(self, flag: str, limit: int) -> list[int]:
+    def _sizes(self, flag: str, limit: int, whole: int = 0) -> list[int]:
+        """The fixed size, or the powers of two up to a limit that divide `whole`."""
         if flag in self.fixed:
             return [int(self.fixed[flag])]
-        return [2**power for power in range(limit.bit_length()) if 2**power <= limit]
+        return [2**power for power in range(limit.bit_length()) if whole % 2**power == 0]
 
     def _pipelines(self, gpus: int) -> list[int]:
         if "pipeline_model_parallel_size" in self.fixed:
