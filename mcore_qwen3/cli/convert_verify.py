@@ -75,7 +75,7 @@ def _compare_logits(config: VerifyConfig, a: str, b: str, shape: ModelShape) -> 
     with torch.no_grad():
         reference = model(tokens, use_cache=False).logits.float()
     del model
-    # Second: our model turns the process into a rank with megatron's CPU stand-ins, which transformers must not meet.
+    # The other model is gone: one at a time is held.
     mine = torch.stack(checkpoint_logits(ours, tokens.tolist(), shape))
     difference = (mine - reference).abs()
     same = (mine.argmax(-1) == reference.argmax(-1)).float().mean()

@@ -68,3 +68,17 @@ def split_sizes() -> dict[str, Any]:
         "tensor": type(maybe_move_tensor_to_cpu(counts)).__name__,
         "none": maybe_move_tensor_to_cpu(None, as_numpy=True),
     }
+
+
+def logits_of_transformers(directory: str, dtype: torch.dtype) -> torch.Tensor:
+    """Load a model by transformers, on one thread, and run it on fixed tokens."""
+    from transformers import AutoModelForCausalLM
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+        with torch.no_grad():
+            return model(torch.arange(3, 40)[None], use_cache=False).logits
+    finally:
+        torch.set_num_threads(threads)
