@@ -13,7 +13,15 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from mcore_qwen3.cli.dry_run import dry_run_lines
 from mcore_qwen3.cli.report import plan_lines
-from mcore_qwen3.cli.resolve import ResolvedRun, resolve, resolve_device, train_iters, with_steps
+from mcore_qwen3.cli.resolve import (
+    MODEL_VARIABLE,
+    ResolvedRun,
+    resolve,
+    resolve_device,
+    train_iters,
+    with_steps,
+    with_weights,
+)
 from mcore_qwen3.cli.resume import ways_out
 from mcore_qwen3.config import RunConfig, parse_args
 from mcore_qwen3.data.sources import check_entries
@@ -44,6 +52,7 @@ def run(argv: list[str], command: str = "sft") -> int:
         return 0
     from mcore_qwen3.cli.prepare import PREPARED_VARIABLE, epoch_line, prepare_data
 
+    resolved = with_weights(resolved)
     check_weights(resolved)
     with progress_on_screen():
         prepared = prepare_data(resolved)
@@ -58,7 +67,7 @@ def run(argv: list[str], command: str = "sft") -> int:
         ["-m", "mcore_qwen3", command, *argv],
         exit_grace=train.exit_grace,
         exit_code_on_signal=train.exit_code_on_signal,
-        extra_env={PREPARED_VARIABLE: str(prepared.path)},
+        extra_env={PREPARED_VARIABLE: str(prepared.path), MODEL_VARIABLE: str(resolved.model.directory)},
     )
 
 

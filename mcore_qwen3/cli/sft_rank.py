@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 from mcore_qwen3.cli.prepare import check_same_data, prepare_data
-from mcore_qwen3.cli.resolve import ResolvedRun, resolve, train_iters, with_steps
+from mcore_qwen3.cli.resolve import ResolvedRun, resolve, train_iters, with_steps, with_weights
 from mcore_qwen3.config import ParsedRun, decay_iters, warmup_iters
 from mcore_qwen3.data.prepare import Prepared
 from mcore_qwen3.errors import ConfigError
@@ -27,7 +27,7 @@ def _run(parsed: ParsedRun) -> int:
         if os.environ["RANK"] == "0":
             print(text, flush=True)
 
-    run = resolve(parsed, int(os.environ["WORLD_SIZE"]))
+    run = with_weights(resolve(parsed, int(os.environ["WORLD_SIZE"])))
     if run.config.launch.device == "cuda":
         for line in set_cuda_environment():
             say(line)

@@ -56,7 +56,17 @@ LIBRARIES = {
     },
     "model": {"torch", "megatron", "transformer_engine", "apex"},
     "train": {"torch", "numpy", "megatron", "matplotlib", "psutil", "rich", "yaml"},
-    "cli": {"torch", "numpy", "megatron", "rich", "yaml", "transformers", "tokenizers", "matplotlib"},
+    "cli": {
+        "torch",
+        "numpy",
+        "megatron",
+        "rich",
+        "yaml",
+        "transformers",
+        "tokenizers",
+        "matplotlib",
+        "huggingface_hub",
+    },
     "__main__": set(),
     "__init__": set(),
 }

@@ -185,8 +185,8 @@ def test_data_is_prepared_before_the_ranks_start(
     ((plan, module_argv, options, cached),) = calls
     assert (plan.world_size, module_argv) == (2, ["-m", "mcore_qwen3", "sft", *argv])
     (folder,) = (path for path in cached if path.is_dir())
-    # The ranks find the folder by this, and read and hash no data file again.
-    prepared = {"MCORE_QWEN3_PREPARED_DATA": str(folder)}
+    # The ranks find the folders by these: they read and hash no data file again, and ask no hub.
+    prepared = {"MCORE_QWEN3_PREPARED_DATA": str(folder), "MCORE_QWEN3_MODEL": str(trainable_dir)}
     assert options == {"exit_grace": 5, "exit_code_on_signal": 143, "extra_env": prepared}
     assert cached != []
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""  # --device cpu hides the GPUs
