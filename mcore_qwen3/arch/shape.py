@@ -100,6 +100,21 @@ class ModelShape:
         """Whether some layers have experts and some do not."""
         return self.is_moe and not all(self.moe_layers)
 
+    def check_router(self) -> None:
+        """Refuse a model that can be converted but not run.
+
+        Raises:
+            ConfigError: with one expert a token, norm_topk_prob makes every probability 1: the router has no gradient, and
+                megatron refuses it.
+        """
+        if self.moe_router_topk == 1 and self.norm_topk_prob:
+            raise ConfigError(
+                "one expert a token needs norm_topk_prob false: renormalised, its probability is always 1, and the router "
+                "learns nothing",
+                seen="num_experts_per_tok 1, norm_topk_prob true",
+                fix="norm_topk_prob to false in config.json, or num_experts_per_tok to 2 or more",
+            )
+
     @property
     def max_sequence_length(self) -> int:
         """The longest sequence the positions reach: with YaRN up to factor x the length of pre-training."""

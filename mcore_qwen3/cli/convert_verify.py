@@ -33,6 +33,7 @@ def run(argv: list[str]) -> int:
                 seen=f"{config.compare.a} and {config.compare.b}",
                 fix="convert one of them",
             )
+        shape.check_router()
         check_memory(shape, available_memory())
     a, b = (str(model.with_weights().directory) for model in models)
     for path in (a, b):
