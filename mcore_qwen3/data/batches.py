@@ -17,7 +17,7 @@ import math
 from collections import deque
 from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -78,6 +78,21 @@ def eval_batches(prepared: Prepared, plan: BatchPlan, *, dp_rank: int, eval_iter
     return _ahead(_Steps(prepared, reader, plan, dp_rank, _DataOrder(len(reader)), 0), range(number), 0)
 
 
+def largest_batch(prepared: Prepared, plan: BatchPlan, *, num_microbatches: int) -> StepBatch:
+    """A step of the largest shape that the training rows can give: each micro-batch holds the longest rows.
+
+    The same rows on every rank. With packing every row has this length; without, only a step with the longest row.
+    """
+    reader = SplitReader(prepared.path, TRAIN)
+    longest = np.argsort(-reader.tokens, kind="stable")[: plan.micro_batch_size]
+    small = replace(
+        plan,
+        num_microbatches=num_microbatches,
+        global_batch_size=num_microbatches * plan.data * plan.micro_batch_size,
+    )
+    return _Steps(prepared, reader, small, 0, _Repeated(longest), 0).build(0)
+
+
 class _ShuffledOrder:
     """Places of the run -> row numbers, a new permutation each epoch."""
 
@@ -116,6 +131,16 @@ class _DataOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class _Repeated:
+    """The same few rows at all places."""
+
+    rows: np.ndarray
+
+    def take(self, start: int, number: int) -> np.ndarray:
+        return np.resize(self.rows, start + number)[start:]
+
+
+@dataclass(frozen=True, slots=True)
 class _Steps:
     """Builds the steps of one rank; `start` is the place of the run where step 0 begins."""
 
@@ -123,7 +148,7 @@ class _Steps:
     reader: SplitReader
     plan: BatchPlan
     dp_rank: int
-    order: _ShuffledOrder | _DataOrder
+    order: _ShuffledOrder | _DataOrder | _Repeated
     start: int
 
     def build(self, step: int) -> StepBatch:
