@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -135,6 +138,21 @@ def load_codec(settings: CodecSettings) -> ChatCodec | TextCodec:
     return ChatCodec(settings.tokenizer_dir, settings.rule)
 
 
+class _RememberingContext(SpawnContext):
+    """Starts processes and keeps them: a broken pool does not tell how they ended.
+
+    Spawned, not forked: the tokenizer's threads do not survive a fork.
+    """
+
+    def __init__(self) -> None:
+        self.started: list[SpawnProcess] = []
+
+    def Process(self, *args: Any, **options: Any) -> SpawnProcess:  # type: ignore[override]
+        process = SpawnProcess(*args, **options)
+        self.started.append(process)
+        return process
+
+
 class Encoder:
     """Encodes conversations or texts with `processes` processes (1 = this one). Use as a context manager.
 
@@ -145,11 +163,9 @@ class Encoder:
         self._codec = load_codec(settings)
         self._rule = rule
         self._pool: ProcessPoolExecutor | None = None
+        self._context = _RememberingContext()
         if processes > 1:
-            # Spawned, not forked: the tokenizer's threads do not survive a fork.
-            self._pool = ProcessPoolExecutor(
-                processes, multiprocessing.get_context("spawn"), _start_process, (settings, rule)
-            )
+            self._pool = ProcessPoolExecutor(processes, self._context, _start_process, (settings, rule))
 
     def __enter__(self) -> Encoder:
         return self
@@ -197,11 +213,27 @@ class Encoder:
         try:
             yield from self._pool.map(_encode_in_process, chunks)
         except BrokenProcessPool:
+            self._pool.shutdown()  # ends the others, and waits for all exit codes
             raise DataError(
                 "every data process lives to the end",
-                seen="one was killed or could not start (out of memory?)",
-                fix="a lower --dataset_num_proc",
+                seen=_first_death(self._context.started),
+                fix="a lower --dataset_num_proc, or more memory",
             ) from None
+
+
+def _first_death(processes: Sequence[SpawnProcess]) -> str:
+    """What ended one of them; the pool ends the rest with SIGTERM."""
+    for process in processes:
+        code = process.exitcode
+        if code and code != -signal.SIGTERM:
+            if code == -signal.SIGKILL:
+                return f"pid {process.pid} was killed by signal 9 (out of memory? the kernel's log, dmesg, names what it killed)"
+            return (
+                f"pid {process.pid} ended by signal {-code}"
+                if code < 0
+                else f"pid {process.pid} ended with exit code {code}"
+            )
+    return "one could not start, or was ended by SIGTERM"
 
 
 def _encode_chunk(codec: ChatCodec | TextCodec, rule: LengthRule, items: Sequence[Item]) -> _Chunk:

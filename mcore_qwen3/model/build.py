@@ -55,7 +55,9 @@ class Qwen3Model(GPTModel):
         token_T1 = torch.full(logits.shape[:2], self.true_vocab_size, device=logits.device)
         if own_valid:
             largest_T1, token_T1 = logits[..., :own_valid].max(dim=-1)
-            token_T1 = token_T1 + first
+            bad_T1 = largest_T1.isnan()  # made the largest of all, since a maximum over ranks may lose it
+            largest_T1 = largest_T1.masked_fill(bad_T1, float("inf"))
+            token_T1 = (token_T1 + first).masked_fill(bad_T1, self.true_vocab_size)
         over_all_T1 = largest_T1.clone()
         dist.all_reduce(over_all_T1, op=dist.ReduceOp.MAX, group=group)
         token_T1 = token_T1.masked_fill(largest_T1 != over_all_T1, self.true_vocab_size)

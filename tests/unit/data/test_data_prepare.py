@@ -320,6 +320,49 @@ if __name__ == "__main__":
     assert not left.exists()
 
 
+def test_a_killed_data_process_is_one_clear_error(request_for: Request, tmp_path: Path, repo_root: Path) -> None:
+    """What the kernel does to a process when memory runs out: signal 9 for one of two."""
+    request = request_for(write(tmp_path / "a.jsonl", numbered(20_000)), dataset_num_proc=2)
+    script = tmp_path / "run.py"
+    script.write_text(f"""
+from pathlib import Path, PosixPath
+from mcore_qwen3.data.marks import TrainRule
+from mcore_qwen3.data.placeholders import Identity
+from mcore_qwen3.data.prepare import PrepareRequest, prepare
+from mcore_qwen3.errors import DataError
+if __name__ == "__main__":
+    try:
+        prepare({request!r})
+    except DataError as error:
+        print(error)
+""")
+    environment = {**os.environ, "PYTHONPATH": str(repo_root)}
+    process = subprocess.Popen(
+        [sys.executable, script], start_new_session=True, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    victim = None
+    while victim is None:
+        assert process.poll() is None, "ended before it was killed"
+        time.sleep(0.05)
+        victim = next(iter(data_processes(process.pid)), None)
+    os.kill(victim, signal.SIGKILL)
+    printed, _ = process.communicate(timeout=50)
+    assert process.returncode == 0
+    assert printed == (
+        f"every data process lives to the end; seen: pid {victim} was killed by signal 9 (out of memory? the kernel's log, "
+        "dmesg, names what it killed); change: a lower --dataset_num_proc, or more memory\n"
+    )
+    assert not alive_in_group(process.pid)
+    assert [path.suffix for path in request.cache_dir.iterdir()] == [".lock"], "nothing half-built is left"
+
+
+def data_processes(parent: int) -> list[int]:
+    """The children of a process that multiprocessing has started to work (not its resource tracker)."""
+    children = Path(f"/proc/{parent}/task/{parent}/children")
+    found = [int(pid) for pid in children.read_text().split()]
+    return [pid for pid in found if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
 def test_no_dataset(request_for: Request) -> None:
     with pytest.raises(DataError, match="training needs data"):
         prepare(dataclasses.replace(request_for("x"), dataset=()))
