@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -40,6 +40,7 @@ class StepBatch:
         rows: int64 [num_microbatches, B], the numbers of this rank's rows; EMPTY where a row only fills up.
         tokens, trained_tokens: this rank's tokens without padding, and trained targets.
         global_tokens, global_trained_tokens: the same over all ranks; every rank knows them without asking.
+        places: number of a row (not EMPTY) -> the file and line of each of its samples; slow, for errors.
     """
 
     micro_batches: list[MicroBatch]
@@ -49,6 +50,7 @@ class StepBatch:
     trained_tokens: int
     global_tokens: int
     global_trained_tokens: int
+    places: Callable[[int], list[str]]
 
 
 def train_batches(
@@ -171,6 +173,7 @@ class _Steps:
             trained_tokens=_total(self.reader.trained_tokens, mine),
             global_tokens=_total(self.reader.tokens, everyone),
             global_trained_tokens=_total(self.reader.trained_tokens, everyone),
+            places=self.reader.places,
         )
 
     def _row_length(self, rows: np.ndarray) -> int:

@@ -40,23 +40,26 @@ class Encoded:
     """Samples laid end to end: int32 `ids` and uint8 `mask` in pieces, int64 `lengths` in pieces, one a sample.
 
     `mask` is 1 where the token is a target that is trained. A sample's first token never is: nothing predicts it.
+    `places` says where each sample comes from.
     `cut` counts samples that were shortened; `dropped` rows that gave no sample. `split` gives several samples a row.
     """
 
     ids: list[np.ndarray] = field(default_factory=list)
     mask: list[np.ndarray] = field(default_factory=list)
     lengths: list[np.ndarray] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
     cut: int = 0
     dropped: Tally = field(default_factory=Tally)
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """What a process gives back: kept samples, and the reason for each conversation (by its index) not kept."""
+    """What a process gives back: kept samples with the index of each one's row, and the reason for each row not kept."""
 
     ids: np.ndarray
     mask: np.ndarray
     lengths: np.ndarray
+    rows: list[int]
     cut: int
     reasons: list[tuple[int, str]]
 
@@ -200,6 +203,7 @@ class Encoder:
             encoded.ids.append(chunk.ids)
             encoded.mask.append(chunk.mask)
             encoded.lengths.append(chunk.lengths)
+            encoded.places += [items[start + index].place for index in chunk.rows]
             encoded.cut += chunk.cut
             for index, reason in chunk.reasons:
                 encoded.dropped.add(reason, items[start + index].place)
@@ -239,6 +243,7 @@ def _first_death(processes: Sequence[SpawnProcess]) -> str:
 def _encode_chunk(codec: ChatCodec | TextCodec, rule: LengthRule, items: Sequence[Item]) -> _Chunk:
     reasons: list[tuple[int, str]] = []
     kept: list[Marked] = []
+    rows: list[int] = []
     cut = 0
     for index, one in enumerate(codec.encode(items)):
         fitted = one if isinstance(one, str) else fit(*one, rule)
@@ -247,10 +252,12 @@ def _encode_chunk(codec: ChatCodec | TextCodec, rule: LengthRule, items: Sequenc
             continue
         cut += len(fitted) > 1 or len(fitted[0][0]) < len(one[0])
         kept += fitted
+        rows += [index] * len(fitted)
     return _Chunk(
         ids=np.concatenate([ids for ids, _ in kept]) if kept else np.zeros(0, np.int32),
         mask=np.concatenate([mask for _, mask in kept]) if kept else np.zeros(0, np.uint8),
         lengths=np.array([len(ids) for ids, _ in kept], dtype=np.int64),
+        rows=rows,
         cut=cut,
         reasons=reasons,
     )

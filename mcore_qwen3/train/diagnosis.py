@@ -19,13 +19,15 @@ from mcore_qwen3.train.step import run_schedule, start_routers
 
 NOT_AGAIN = "it did not happen again when each micro-batch ran alone: a fault of the hardware, or in communication"
 
+_SHOWN = 8  # samples named of a row
+
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
-    """What one rank saw of one micro-batch: its rows, its loss where that is bad, the first gradient that is."""
+    """What one rank saw of one micro-batch: where its rows come from, a bad loss, the first bad gradient."""
 
     rank: int
-    rows: list[int]
+    rows: str
     bad_loss: float | None
     gradient: BadTensor | None
 
@@ -37,7 +39,7 @@ def where_it_began(chunks: Chunks, batch: StepBatch) -> str:
     interleaved pipeline, whose schedule takes micro-batches in groups of PP, PP steps.
 
     Returns:
-        Rank, micro-batch (from 0), row numbers and loss, and the gradient that turned bad first: the backward pass goes
+        Rank, micro-batch (from 0), its rows with the files and lines of their samples, the loss, and the gradient that turned bad first: the backward pass goes
         through the model from its end, so it is the last in the model's order. With expert parallelism a bad token
         reaches the experts of other ranks: the rank is then that of the gradient.
     """
@@ -69,10 +71,21 @@ def _look_at(chunks: Chunks, batch: StepBatch, number: int) -> list[_Finding]:
     losses = [float(result[0]) for result in results]
     gradient = own_bad_tensors(chunks, _gradient, last=True)
     bad_loss = next((loss for loss in losses if not math.isfinite(loss)), None)
-    mine = _Finding(dist.get_rank(), batch.rows[number].tolist(), bad_loss, gradient)
+    bad = bad_loss is not None or gradient is not None
+    mine = _Finding(dist.get_rank(), _rows_text(batch, number) if bad else "", bad_loss, gradient)
     everyone: list[_Finding] = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
+
+
+def _rows_text(batch: StepBatch, number: int) -> str:
+    """The rows of a micro-batch and the places of their samples, as many as a line holds."""
+    parts = []
+    for row in batch.rows[number].tolist():
+        places = batch.places(row)
+        more = f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
+        parts.append(f"row {row} ({', '.join(places[:_SHOWN])}{more})")
+    return ", ".join(parts)
 
 
 def _gradient(parameter: Any) -> torch.Tensor:
@@ -87,7 +100,7 @@ def _text(number: int, found: list[_Finding]) -> str:
     cause = next((one for one in found if one.bad_loss is not None), None) or next(
         one for one in found if one.gradient == first
     )
-    parts = [f"rank {cause.rank}, micro-batch {number}, rows {', '.join(map(str, cause.rows))}"]
+    parts = [f"rank {cause.rank}, micro-batch {number}, {cause.rows}"]
     if cause.bad_loss is not None:
         parts.append(f"loss {cause.bad_loss}")
     if first is not None:

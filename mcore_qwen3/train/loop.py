@@ -109,6 +109,7 @@ def train(plan: Plan, parts: Parts, state: TrainState, stop: StopRequest) -> Tra
             evaluate(parts, state.iteration)
         state = replace(state, stopped_by="end" if at_end else stop.agreed())
         if state.stopped_by or state.iteration % plan.save_interval == 0:
+            check_weights(parts.chunks, LOST)  # a weight that no token met since it went bad
             _save(plan, parts, state)
     return state
 

@@ -71,6 +71,16 @@ def test_a_nan_weight_stops_in_one_step(
         assert (rank["changed"], rank["steps"]) == ([], set())
 
 
+def test_a_bad_weight_that_no_token_meets_is_not_saved(model_dir: str, tmp_path: Path) -> None:
+    arguments = {"model_dir": model_dir, "save": str(tmp_path), "batches": [good(0), good(1)]}
+    for rank in run(Layout(data=2), **arguments, fault="unseen bad weight"):
+        name = f"embedding.word_embeddings.weight[{BAD_TOKEN}, 7] = inf on rank 0"
+        assert rank["error"].startswith(f"NonFiniteError: every weight must be finite; seen: {name}; change: ")
+        assert (rank["steps"], rank["saves"]) == ({2.0}, 0)
+    (rank, _) = run(Layout(data=2), **{**arguments, "save": str(tmp_path / "good")})
+    assert (rank["error"], rank["saves"]) == ("", 1)
+
+
 LAYOUTS = [Layout(), Layout(data=2), Layout(tensor=2), Layout(pipeline=2), Layout(pipeline=2, virtual=2), Layout(context=2)]
 
 
@@ -90,7 +100,7 @@ def test_a_bad_row_is_skipped_by_all_ranks_and_named(model_dir: str, tmp_path: P
     quantity = "loss" if fault == "bad loss" else "gradient norm"
     assert reason.startswith(f"the {quantity} is nan; rank ")
     named = int(reason.split("rank ")[1].split(",")[0])
-    assert f"rank {named}, micro-batch {micro_batch}, rows {place}; " in reason
+    assert f"rank {named}, micro-batch {micro_batch}, row {place} (rows.jsonl:{place + 1}); " in reason
     if layout.data > 1:
         assert named == data_rank
     if fault == "bad loss":
@@ -130,7 +140,7 @@ def test_too_many_skipped_in_a_row_stop(model_dir: str, tmp_path: Path, layout: 
     for rank in run(layout, **arguments, max_skipped_iters=2):
         assert rank["error"].startswith(
             "SkippedStepsError: at most 2 steps in a row may be skipped (--max_skipped_iters); seen: 3, the last is step 6: "
-            "the gradient norm is nan; rank 0, micro-batch 0, rows 0; "
+            "the gradient norm is nan; rank 0, micro-batch 0, row 0 (rows.jsonl:1); "
         )
         assert rank["steps"] == {1.0}
 
@@ -161,4 +171,4 @@ def test_micro_batches_of_several_rows(model_dir: str, tmp_path: Path) -> None:
     cut = Cut(micro_batch=2)
     ranks = run(Layout(data=2), model_dir=model_dir, save=str(tmp_path), batches=batches, fault="bad loss", cut=cut)
     (event,) = events(ranks[0], "skipped")
-    assert "rank 1, micro-batch 1, rows 6, 7; loss nan" in event["reason"]  # rows 0 1 | 2 3, then 4 5 | 6 7
+    assert "rank 1, micro-batch 1, row 6 (rows.jsonl:7), row 7 (rows.jsonl:8); loss nan" in event["reason"]  # rows 0 1 | 2 3, then 4 5 | 6 7

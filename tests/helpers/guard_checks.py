@@ -35,7 +35,7 @@ def run_loop(
     Returns:
         error: the exception's class and text, or "". steps: updates that Adam counted. changed: weights that differ from
         the planted ones. state: (iteration, optimizer_steps, consumed_samples) at the end, None after an error.
-        records: rank 0's log.
+        records: rank 0's log. saves: checkpoints that were written.
     """
     import torch.distributed as dist
 
@@ -71,7 +71,10 @@ def run_loop(
         max_skipped_iters=max_skipped_iters,
     )
     error, state = "", None
-    with _FAULTS[fault](chunks, dist.get_rank() == on_rank), mock.patch.object(loop, "save_checkpoint"):
+    with (
+        _FAULTS[fault](chunks, dist.get_rank() == on_rank),
+        mock.patch.object(loop, "save_checkpoint") as save_checkpoint,
+    ):
         before = copies(chunks)
         try:
             state = loop.train(plan, parts, TrainState(), loop.StopRequest())
@@ -86,6 +89,7 @@ def run_loop(
         "changed": changed(chunks, before),
         "state": state and (state.iteration, state.optimizer_steps, state.consumed_samples),
         "records": records,
+        "saves": save_checkpoint.call_count,
     }
 
 
@@ -103,6 +107,14 @@ def _bad_weight(chunks: Any, mine: bool) -> Iterator[None]:
             layer = inner.decoder.layers[-1]
             layer.self_attention.linear_proj.weight[2, 3] = math.nan
             layer.pre_mlp_layernorm.weight[1] = math.inf
+    yield
+
+
+@contextmanager
+def _unseen_bad_weight(chunks: Any, mine: bool) -> Iterator[None]:
+    """The embedding of a token that no row has."""
+    with torch.no_grad():
+        _inner(chunks[0]).embedding.word_embeddings.weight[BAD_TOKEN, 7] = math.inf
     yield
 
 
@@ -186,6 +198,7 @@ def _once(chunks: Any, mine: bool) -> Iterator[None]:
 _FAULTS: dict[str, Callable[[Any, bool], Any]] = {
     "": _nothing,
     "bad weight": _bad_weight,
+    "unseen bad weight": _unseen_bad_weight,
     "bad loss": _bad_embedding,
     "bad gradient": _bad_gradient,
     "zero loss": _zero_loss,

@@ -18,7 +18,7 @@ import torch
 
 from mcore_qwen3.arch import BatchPlan, resolve_batch
 from mcore_qwen3.data.batches import StepBatch, eval_batches, largest_batch, train_batches
-from mcore_qwen3.data.cache import open_or_build, write_rows, write_samples
+from mcore_qwen3.data.cache import open_or_build, write_places, write_rows, write_samples
 from mcore_qwen3.data.micro_batch import MicroBatch, build_micro_batch
 from mcore_qwen3.data.order import permutation
 from mcore_qwen3.data.pack import one_a_row, pack
@@ -50,6 +50,7 @@ def prepared_data(
 
     def build(folder: Path) -> dict[str, object]:
         write_samples(folder, [ids for ids, _ in samples], [mask for _, mask in samples], [lengths])
+        write_places(folder, [f"a.jsonl:{number}" for number in range(len(samples))])
         padded = -(-lengths // sample_multiple) * sample_multiple
         capacity = -(-MAX_LENGTH // sample_multiple) * sample_multiple
         order, starts = pack(padded, capacity) if packing else one_a_row(len(samples))
@@ -347,6 +348,17 @@ raise RuntimeError("stop")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(repo_root)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 1 and done.stderr.rstrip().endswith("RuntimeError: stop")
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["rows", "packs"])
+def test_a_batch_can_tell_where_its_rows_come_from(tmp_path: Path, packing: bool) -> None:
+    prepared = prepared_data(tmp_path, make_samples(20), packing=packing)
+    step = next(train_batches(prepared, resolve_batch(2, 4, 1), dp_rank=0, consumed_samples=0, seed=1, num_workers=0))
+    for micro_batch, rows in zip(step.micro_batches, step.rows.tolist(), strict=True):
+        # A sample's first token tells its number.
+        firsts = micro_batch.tokens[0][micro_batch.cu_seqlens[:-1]]
+        numbers = [int(token) // 100 - 1 for token in firsts if token != PAD]
+        assert [place for row in rows for place in step.places(row)] == [f"a.jsonl:{number}" for number in numbers]
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["rows", "packs"])
