@@ -91,7 +91,7 @@ class Guards:
         bound = self._spikes.new(result.loss)
         if bound is not None:
             text = f"loss {result.loss:.4f} is a spike: above {bound:.4f}, by the steps before"
-            self._log.event(iteration, "loss_spike", text, loss=result.loss, bound=bound)
+            self._log.event(iteration, "loss_spike", text, value=result.loss, bound=bound)
         if result.expert_tokens is not None:
             self._name_dead(iteration, self._dead.new(result.expert_tokens))
 
@@ -107,8 +107,8 @@ class Guards:
         self._log.event(iteration, "skipped", f"skipped, no weight was changed: {reason}", reason=reason)
         if self._in_a_row > self._max_skipped:
             raise SkippedStepsError(
-                f"at most {self._max_skipped} steps in a row may be skipped (--max_skipped_iters)",
-                seen=f"{self._in_a_row}, the last is step {iteration}: {reason}",
+                "no more steps in a row than --max_skipped_iters may be skipped",
+                seen=f"{self._in_a_row} of at most {self._max_skipped}, the last is step {iteration}: {reason}",
                 fix=fix,
             )
 

@@ -139,7 +139,8 @@ def test_too_many_skipped_in_a_row_stop(model_dir: str, tmp_path: Path, layout: 
     arguments = {"model_dir": model_dir, "save": str(tmp_path), "batches": batches, "fault": "bad gradient"}
     for rank in run(layout, **arguments, max_skipped_iters=2):
         assert rank["error"].startswith(
-            "SkippedStepsError: at most 2 steps in a row may be skipped (--max_skipped_iters); seen: 3, the last is step 6: "
+            "SkippedStepsError: no more steps in a row than --max_skipped_iters may be skipped; seen: 3 of at most 2, "
+            "the last is step 6: "
             "the gradient norm is nan; rank 0, micro-batch 0, row 0 (rows.jsonl:1); "
         )
         assert rank["steps"] == {1.0}
@@ -151,7 +152,8 @@ def test_a_loss_of_exactly_zero_changes_nothing_and_stops(model_dir: str, tmp_pa
     arguments = {"model_dir": model_dir, "save": str(tmp_path), "batches": [good(seed) for seed in range(4)]}
     for rank in run(layout, **arguments, fault="zero loss", max_skipped_iters=1):
         assert rank["error"].startswith(
-            "SkippedStepsError: at most 1 steps in a row may be skipped (--max_skipped_iters); seen: 2, the last is step 2: "
+            "SkippedStepsError: no more steps in a row than --max_skipped_iters may be skipped; seen: 2 of at most 1, "
+            "the last is step 2: "
             "the loss is exactly 0, with gradient norm "
         )
         assert (rank["changed"], rank["steps"]) == ([], set())
@@ -161,7 +163,7 @@ def test_steps_without_a_trained_token_stop_with_the_reason(model_dir: str, tmp_
     nothing = [replace(row, mask=np.zeros_like(row.mask)) for row in good(0)]
     arguments = {"model_dir": model_dir, "save": str(tmp_path), "batches": [good(1), nothing, nothing, good(2)]}
     for rank in run(Layout(data=2), **arguments, max_skipped_iters=1):
-        assert "seen: 2, the last is step 3: no trained token; change: look at what is trained" in rank["error"]
+        assert "seen: 2 of at most 1, the last is step 3: no trained token; change: look at what is trained" in rank["error"]
     (rank, _) = run(Layout(data=2), **{**arguments, "save": str(tmp_path / "two")}, max_skipped_iters=2)
     assert (rank["error"], rank["state"]) == ("", (4, 2, 32))
 
