@@ -65,7 +65,9 @@ def test_a_nan_weight_stops_in_one_step(
 ) -> None:
     """B47: stop within 1 step, with the name of the first bad tensor of the model (a later norm is bad too)."""
     arguments = {"model_dir": model_dir, "save": str(tmp_path), "batches": [good(0), good(1)]}
-    for rank in run(layout, **arguments, fault="bad weight", on_rank=on_rank):
+    ranks = run(layout, **arguments, fault="bad weight", on_rank=on_rank)
+    assert [record["iteration"] for record in ranks[0]["records"] if "event" not in record] == [1]
+    for rank in ranks:
         name = f"decoder.layers.self_attention.linear_proj.weight[{layer}, 2, {column}] = nan on rank {on_rank}"
         assert rank["error"].startswith(f"NonFiniteError: every weight must be finite; seen: {name}; change: ")
         assert (rank["changed"], rank["steps"]) == ([], set())
