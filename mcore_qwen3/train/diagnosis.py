@@ -18,7 +18,6 @@ from mcore_qwen3.train.optimizer import Chunks
 from mcore_qwen3.train.step import run_schedule, start_routers
 
 NOT_AGAIN = "it did not happen again when each micro-batch ran alone: a fault of the hardware, or in communication"
-
 _SHOWN = 8  # samples named of a row
 
 
@@ -39,9 +38,9 @@ def where_it_began(chunks: Chunks, batch: StepBatch) -> str:
     interleaved pipeline, whose schedule takes micro-batches in groups of PP, PP steps.
 
     Returns:
-        Rank, micro-batch (from 0), its rows with the files and lines of their samples, the loss, and the gradient that turned bad first: the backward pass goes
-        through the model from its end, so it is the last in the model's order. With expert parallelism a bad token
-        reaches the experts of other ranks: the rank is then that of the gradient.
+        Rank, micro-batch (from 0), its rows with the files and lines of their samples, the loss, and the gradient that
+        turned bad first: the backward pass goes through the model from its end, so it is the last in the model's order.
+        With expert parallelism a bad token reaches the experts of other ranks: the rank is then that of the gradient.
     """
     with _gradients_stay_local(chunks):
         for number in range(len(batch.micro_batches)):
