@@ -86,8 +86,8 @@ def test_a_bad_weight_that_no_token_meets_is_not_saved(model_dir: str, tmp_path:
 LAYOUTS = [Layout(), Layout(data=2), Layout(tensor=2), Layout(pipeline=2), Layout(pipeline=2, virtual=2), Layout(context=2)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("fault", ["bad loss", "bad gradient"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_bad_row_is_skipped_by_all_ranks_and_named(model_dir: str, tmp_path: Path, layout: Layout, fault: str) -> None:
     place = 5
     batches = [good(0), with_bad_row(1, place), good(2)]
