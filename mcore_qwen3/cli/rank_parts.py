@@ -23,7 +23,7 @@ from mcore_qwen3.converters import (
 )
 from mcore_qwen3.converters.staging import flush_tree
 from mcore_qwen3.converters.torch_dist_writer import Chunk, write_chunks, write_common
-from mcore_qwen3.data.batches import StepBatch, eval_batches, train_batches
+from mcore_qwen3.data.batches import StepBatch, eval_batches, largest_batch, train_batches
 from mcore_qwen3.data.prepare import Prepared
 from mcore_qwen3.data.template import load_tokenizer
 from mcore_qwen3.model.build import build_chunks
@@ -32,11 +32,14 @@ from mcore_qwen3.model.provider import choose_modules
 from mcore_qwen3.model.weights import read_weights
 from mcore_qwen3.runtime.device import Device
 from mcore_qwen3.train.checkpoint import CheckpointWriter, SavedTensor
+from mcore_qwen3.train.dry_batch import dry_microbatches, run_dry_batch
+from mcore_qwen3.train.finite import check_weights
+from mcore_qwen3.train.loop import largest_memory
 from mcore_qwen3.train.optimizer import (
     AdamSettings,
     Chunks,
     build_optimizer,
-    trainable_parameters,
+    count_parameters,
     wrap_for_data_parallel,
 )
 from mcore_qwen3.train.optimizer_state import read_state
@@ -50,6 +53,7 @@ def build(run: ResolvedRun, device: Device, say: Say) -> tuple[Chunks, ChainedOp
 
     Raises:
         ConversionError: the checkpoint does not fit the model, or holds what the model has no place for.
+        NonFiniteError: a weight of the checkpoint is not finite.
     """
     options = model_options(run, device, say)
     models = build_chunks(run.shape, run.layout, options)
@@ -57,7 +61,9 @@ def build(run: ResolvedRun, device: Device, say: Say) -> tuple[Chunks, ChainedOp
         for model in models:
             read_weights(model, source)
         _check_all_used(source)
-    say(f"weights: {run.weights}; {trainable_parameters(models):,} trained parameters on rank 0")
+    check_weights(models, "take a checkpoint whose weights are numbers: another --load or --resume")
+    trained, total = count_parameters(models)
+    say(f"weights: {run.weights}; {trained:,} of {total:,} parameters are trained")
     chunks = wrap_for_data_parallel(models)
     adam = run.config.optim
     optimizer = build_optimizer(
@@ -133,6 +139,20 @@ def training_batches(run: ResolvedRun, prepared: Prepared, consumed_samples: int
         seed=run.config.train.seed,
         num_workers=run.config.data.num_workers,
     )
+
+
+def dry_batch(
+    run: ResolvedRun, prepared: Prepared, device: Device, chunks: Chunks, optimizer: ChainedOptimizer, say: Say
+) -> None:
+    """Try the largest shape of the run before its first step, and say what it takes. Collective.
+
+    Raises:
+        OutOfMemoryError: it does not fit on some rank.
+    """
+    batch = largest_batch(prepared, run.batch, num_microbatches=dry_microbatches(run.batch, run.layout))
+    run_dry_batch(chunks, optimizer, batch)
+    shape = f"{run.batch.micro_batch_size} x {batch.row_length:,} tokens"
+    say(f"dry batch of the largest shape, {shape}: {largest_memory(device):.2f} GiB on the fullest rank")
 
 
 def evaluation(run: ResolvedRun, prepared: Prepared) -> Callable[[], Iterator[StepBatch]] | None:

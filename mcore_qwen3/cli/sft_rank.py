@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from mcore_qwen3.cli.prepare import check_same_data, prepare_data
 from mcore_qwen3.cli.resolve import ResolvedRun, resolve, train_iters, with_steps, with_weights
+from mcore_qwen3.cli.shared_folder import check_shared_folder
 from mcore_qwen3.config import ParsedRun, decay_iters, warmup_iters
 from mcore_qwen3.data.prepare import Prepared
 from mcore_qwen3.errors import ConfigError
@@ -42,6 +44,7 @@ def _run(parsed: ParsedRun) -> int:
     run = with_steps(run, prepared.train.rows)
     groups.prepare_megatron(device)
     groups.start_process_group(device)
+    check_shared_folder(Path(str(run.config.checkpoint.save)))
     check_same_data(prepared)
     groups.start_model_parallel(run.layout)
     groups.seed_everything(run.config.train.seed)
@@ -62,6 +65,7 @@ def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> in
     stop = StopRequest()
     on_stop_request(stop.set)
     chunks, optimizer, state = parts.build(run, device, say)
+    parts.dry_batch(run, prepared, device, chunks, optimizer, say)
     save = parts.save_root(run)
     total = train_iters(config)
     log = TrainLog(
@@ -74,6 +78,8 @@ def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> in
         save_interval=config.checkpoint.save_interval,
         save=save,
         save_optimizer=not config.checkpoint.no_save_optim,
+        eval_on_start=config.train.eval_on_start,
+        max_skipped_iters=config.train.max_skipped_iters,
     )
     schedule = LearningRate(
         lr=config.optim.lr,

@@ -159,12 +159,12 @@ _TABLE = (
         lambda config, facts: bool(config.data.val_dataset) and config.data.split_dataset_ratio > 0,
     ),
     _Effect(
-        ("eval_interval", "val_dataset", "split_dataset_ratio"),
+        ("eval_interval", "eval_on_start", "val_dataset", "split_dataset_ratio"),
         "eval_iters is 0",
         lambda config, facts: config.train.eval_iters == 0,
     ),
     _Effect(
-        ("eval_iters", "eval_interval"),
+        ("eval_iters", "eval_interval", "eval_on_start"),
         "there is no validation data",
         lambda config, facts: not facts.evaluates and config.train.eval_iters != 0,
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -15,11 +16,14 @@ from megatron.core.optimizer import ChainedOptimizer
 from mcore_qwen3.data.batches import StepBatch
 from mcore_qwen3.runtime.device import Device, current_device, memory_gib
 from mcore_qwen3.train.checkpoint import CheckpointWriter, save_checkpoint
+from mcore_qwen3.train.evaluation import EvalSums, evaluate_step
+from mcore_qwen3.train.finite import check_weights
+from mcore_qwen3.train.guards import LOST, Guards
 from mcore_qwen3.train.log import TrainLog
 from mcore_qwen3.train.optimizer import Chunks
 from mcore_qwen3.train.schedule import LearningRate
 from mcore_qwen3.train.state import TrainState
-from mcore_qwen3.train.step import evaluate_step, train_step
+from mcore_qwen3.train.step import train_step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +35,8 @@ class Plan:
         global_batch_size: rows a step.
         save: where checkpoints go.
         save_optimizer: False with `--no_save_optim`.
+        eval_on_start: evaluate before the first step too.
+        max_skipped_iters: steps in a row that may be skipped.
     """
 
     train_iters: int
@@ -39,6 +45,8 @@ class Plan:
     save_interval: int
     save: Path
     save_optimizer: bool
+    eval_on_start: bool
+    max_skipped_iters: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,22 +94,27 @@ def train(plan: Plan, parts: Parts, state: TrainState, stop: StopRequest) -> Tra
         The state at the end; `stopped_by` says why it is the end.
 
     Raises:
-        NonFiniteError: loss or gradient norm is not finite; the last checkpoint is untouched.
+        NonFiniteError: a weight is not finite; the last checkpoint is untouched.
+        SkippedStepsError: too many steps in a row gave nothing to learn from.
         SaveError: a checkpoint could not be written.
     """
     state = replace(state, stopped_by="")  # why an earlier run ended does not end this one
+    guards = Guards(parts.chunks, parts.log, plan.max_skipped_iters)
+    if plan.eval_on_start and parts.evaluation is not None:
+        evaluate(parts, state.iteration)
     while state.iteration < plan.train_iters and not state.stopped_by:
-        state = _one_step(plan, parts, state)
+        state = _one_step(plan, parts, state, guards)
         at_end = state.iteration == plan.train_iters
         if parts.evaluation is not None and (at_end or state.iteration % plan.eval_interval == 0):
             evaluate(parts, state.iteration)
         state = replace(state, stopped_by="end" if at_end else stop.agreed())
         if state.stopped_by or state.iteration % plan.save_interval == 0:
+            check_weights(parts.chunks, LOST)  # a weight that no token met since it went bad
             _save(plan, parts, state)
     return state
 
 
-def _one_step(plan: Plan, parts: Parts, state: TrainState) -> TrainState:
+def _one_step(plan: Plan, parts: Parts, state: TrainState, guards: Guards) -> TrainState:
     began = time.monotonic()
     batch = next(parts.batches)
     wait = time.monotonic() - began
@@ -111,7 +124,7 @@ def _one_step(plan: Plan, parts: Parts, state: TrainState) -> TrainState:
         samples=plan.global_batch_size,
         tokens=batch.global_tokens,
         trained_tokens=result.trained_tokens,
-        updated=result.grad_norm is not None,
+        updated=not result.skipped,
     )
     parts.log.step(
         state.iteration,
@@ -120,29 +133,33 @@ def _one_step(plan: Plan, parts: Parts, state: TrainState) -> TrainState:
         tokens=batch.global_tokens,
         seconds=time.monotonic() - began,
         wait=wait,
-        memory=_largest_memory(parts.device),
+        memory=largest_memory(parts.device),
     )
+    guards.after_step(state.iteration, batch, result)
     return state
 
 
-def _largest_memory(device: Device) -> float:
+def largest_memory(device: Device) -> float:
     """Peak GiB of the rank that uses most. Collective."""
     memory = torch.tensor(memory_gib(device), device=current_device())
     dist.all_reduce(memory, op=dist.ReduceOp.MAX)
     return float(memory)
 
 
-def evaluate(parts: Parts, iteration: int) -> float:
-    """Mean loss over all trained tokens of the evaluation set, logged and returned. Collective."""
+def evaluate(parts: Parts, iteration: int) -> dict[str, float]:
+    """eval_loss, eval_ppl and eval_token_acc over all trained tokens of the evaluation set, logged too. Collective.
+
+    Raises:
+        NonFiniteError: a weight is not finite; looked for where the loss is not.
+    """
     assert parts.evaluation is not None
-    total, trained = 0.0, 0
     with parts.log.paused():
-        for batch in parts.evaluation():
-            part, count = evaluate_step(parts.chunks, batch)
-            total, trained = total + part, trained + count
-    loss = total / trained
-    parts.log.evaluation(iteration, loss, trained)
-    return loss
+        sums = sum((evaluate_step(parts.chunks, batch) for batch in parts.evaluation()), start=EvalSums())
+    metrics = sums.metrics()
+    if not math.isfinite(metrics["eval_loss"]):
+        check_weights(parts.chunks, LOST)
+    parts.log.evaluation(iteration, metrics, sums.trained_tokens)
+    return metrics
 
 
 def _save(plan: Plan, parts: Parts, state: TrainState) -> None:

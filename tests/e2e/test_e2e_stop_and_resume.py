@@ -68,7 +68,9 @@ def story(site: Site, tiny_moe: Path, chat_rows: Path) -> Story:
     for more in ([], ["--exit_code_on_signal", 143]):
         stops.append(stop_after(site, [*words, *more], broken, len(steps_of(broken)) + 2))
         stopped_at.append(train_state(broken)["iteration"])
-    words = command(tiny_moe, chat_rows, "unbroken", "--train_iters", stopped_at[-1], "--save_hf", "true")
+    words = command(
+        tiny_moe, chat_rows, "unbroken", "--train_iters", stopped_at[-1], "--save_hf", "true", "--eval_on_start"
+    )
     done = site.run(*words, NPROC_PER_NODE="2")
     assert done.returncode == 0, done.stderr + done.stdout
     return Story(stops, stopped_at, broken, unbroken)
@@ -130,7 +132,8 @@ def test_transformers_finds_the_loss_that_training_logged(story: Story) -> None:
         count = sum(label != -100 for label in labels)
         total, trained = total + float(output.loss) * count, trained + count
     log = (story.unbroken / "train_log.jsonl").read_text().splitlines()
-    (logged,) = [json.loads(line) for line in log if "eval_loss" in line]
+    first, logged = [json.loads(line) for line in log if "eval_loss" in line]
+    assert first["iteration"] == 0 and abs(first["eval_loss"] - math.log(151936)) < 0.2  # --eval_on_start true
     assert logged["trained_tokens"] == trained
     assert math.isclose(logged["eval_loss"], total / trained, rel_tol=1e-6)
 

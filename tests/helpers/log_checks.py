@@ -42,12 +42,15 @@ def write_log(
         for number, fields in enumerate(steps, start + 1):
             tokens = fields.pop("tokens", 100)
             evaluation = fields.pop("eval_loss", None)
+            event = fields.pop("event", None)
             router = {"balance_loss": fields.pop("balance_loss")} if "balance_loss" in fields else {}
             result = StepResult(**{"loss": 1.0, "trained_tokens": 50, "grad_norm": 0.5, **fields}, router=router)
             log.step(number, result, lr=1e-3, tokens=tokens, seconds=0.5, wait=0.1, memory=1.25)
             if evaluation is not None:
                 with log.paused():
-                    log.evaluation(number, evaluation, 7)
+                    log.evaluation(number, {"eval_loss": evaluation, "eval_ppl": 2.5, "eval_token_acc": 0.125}, 7)
+            if event is not None:
+                log.event(number, "warning", event, bound=2.0)
         if close:
             log.close()
     return screen.getvalue()

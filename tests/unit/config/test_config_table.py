@@ -79,6 +79,8 @@ DEFAULTS: dict[str, tuple[object, ...]] = {
     "num_train_epochs": (None,),
     "eval_iters": (-1,),
     "eval_interval": (None,),
+    "eval_on_start": (False,),
+    "max_skipped_iters": (3, "no such flag", "Megatron stops at the first; a bad batch need not end a run"),
     "log_interval": (5,),
     "seed": (42,),
     "exit_grace": (900, "no such flag", "a stop signal saves first"),

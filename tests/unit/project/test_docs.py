@@ -18,6 +18,7 @@ PAGES = [
     "docs/convert.md",
     "docs/layouts.md",
     "docs/data.md",
+    "docs/guards.md",
     "docs/differences-from-ms-swift.md",
     "docs/numbers.md",
 ]

@@ -47,6 +47,12 @@ def test_steps_evaluations_and_saves_in_order(tmp_path: Path) -> None:
     ]
 
 
+def test_an_evaluation_before_the_first_step(tmp_path: Path) -> None:
+    args = {"directory": str(tmp_path), "train_iters": 2, "eval_interval": 9, "save_interval": 9}
+    story = pool(1).run(loop_story, **args, stop_at=0, eval_on_start=True)[0]
+    assert story[:3] == ["evaluate", "evaluate", "step lr 10.0"]
+
+
 def test_a_stop_saves_after_the_step_and_ends(tmp_path: Path) -> None:
     args = {"directory": str(tmp_path), "train_iters": 5, "eval_interval": 9, "save_interval": 9}
     assert pool(1).run(loop_story, **args, stop_at=2)[0] == [
