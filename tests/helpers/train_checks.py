@@ -258,10 +258,16 @@ def loop_story(
             stop.set(signal.SIGTERM)
         return StepResult(1.0, 5, {}, 0.5)
 
-    def save(root: Path, state: TrainState, model: Any, optimizer: Any, writer: Any) -> Path:
-        moments = "with" if optimizer else "without"
-        story.append(f"save {state.iteration} {state.consumed_samples} {state.stopped_by or '-'} {moments} moments")
-        return root / f"iter_{state.iteration}"
+    class Saver:
+        def save(self, state: TrainState, chunks: Any, optimizer: Any) -> None:
+            moments = "with" if optimizer else "without"
+            story.append(f"save {state.iteration} {state.consumed_samples} {state.stopped_by or '-'} {moments} moments")
+
+        def poll(self) -> None:
+            story.append("poll")
+
+        def wait(self) -> None:
+            story.append("wait")
 
     parts: Any = loop.Parts(
         device=cpu(),
@@ -270,8 +276,7 @@ def loop_story(
         schedule=LearningRate(lr=10.0, min_lr=0.0, style="linear", warmup_iters=0, decay_iters=10),
         batches=iter([batch] * train_iters),  # type: ignore[list-item]
         evaluation=lambda: iter([batch, batch]),  # type: ignore[list-item]
-        writer=None,  # type: ignore[arg-type]
-        after_save=lambda path: story.append(f"after {path.name}"),
+        saver=Saver(),  # type: ignore[arg-type]
         log=TrainLog(Path(directory), train_iters, 1, active=False, start_iteration=0),
     )
     plan = loop.Plan(
@@ -279,7 +284,6 @@ def loop_story(
         global_batch_size=4,
         eval_interval=eval_interval,
         save_interval=save_interval,
-        save=Path(directory),
         save_optimizer=stop_at > 0,
     )
 
@@ -287,7 +291,7 @@ def loop_story(
         story.append("evaluate")
         return 3.0, 2
 
-    replaced: dict[str, Callable] = {"train_step": step, "evaluate_step": evaluate, "save_checkpoint": save}
+    replaced: dict[str, Callable] = {"train_step": step, "evaluate_step": evaluate}
     with mock.patch.multiple(loop, **replaced):
         state = loop.train(plan, parts, TrainState(**state_before), stop)
     story.append(f"stopped by {state.stopped_by} after {state.iteration}, {state.trained_tokens} trained")
