@@ -27,10 +27,10 @@ def read_embedding(directory: Path) -> torch.Tensor:
         return source.read(EMBEDDING, (slice(0, 3), slice(None)))
 
 
-def flip(file: Path, position: int) -> None:
+def flip(file: Path, position: int, bit: int = 1) -> None:
     """Change one bit; size and times of the file stay."""
     data = bytearray(file.read_bytes())
-    data[position] ^= 1
+    data[position] ^= bit
     file.write_bytes(data)
 
 
@@ -54,8 +54,8 @@ def test_a_flipped_bit_in_the_form_is_refused(mcore_tensors: dict, tmp_path: Pat
     rows, columns = mcore_tensors["moe"][EMBEDDING].shape
     strides = b"K" + bytes([columns]) + b"K\x01\x86"  # (columns, 1) in the pickle
     assert entry.count(strides, 0, 1000) == 1
-    flip(file, first + entry.index(strides) + 1)
-    with pytest.raises(ConversionError, match="must be (readable|the ones that were saved)"):
+    flip(file, first + entry.index(strides) + 1, columns & -columns)  # smaller strides: torch.load sees nothing wrong
+    with pytest.raises(ConversionError, match="must be the ones that were saved"):
         read_embedding(directory)
 
 
