@@ -31,7 +31,7 @@ def verify_tensor(tensor: torch.Tensor, stream: io.BufferedIOBase, place: str) -
                     continue
                 if record.filename.endswith("/data.pkl"):
                     archive.read(record)  # compares by itself
-                elif record.filename.endswith("/data/0") and record.CRC != _check_sum(tensor):
+                elif record.filename.endswith("/data/0") and _check_sum(tensor) != record.CRC:
                     raise zipfile.BadZipFile(f"Bad CRC-32 for file {record.filename!r}")
     except zipfile.BadZipFile as error:
         raise ConversionError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,13 @@ from megatron.core.transformer.module import MegatronModule
 
 from mcore_qwen3.arch.shape import TRACKER
 from mcore_qwen3.errors import McoreQwen3Error
-from mcore_qwen3.model.pieces import pieces
+from mcore_qwen3.model.pieces import Block, Index, pieces
 from mcore_qwen3.train.optimizer_state import ensure_state, state_parts
+
+Place = tuple[str, Index]
+"""A rectangle's global tensor and the place of its first value there."""
+# A reader takes whole chunks, so they bound the memory of a load. Below 32 MiB glibc uses the same memory for every chunk.
+_CHUNK_BYTES = 30 * 2**20
 
 
 class SaveError(McoreQwen3Error):
@@ -32,6 +37,11 @@ class SavedTensor:
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
     values: torch.Tensor
+
+    @property
+    def place(self) -> Place:
+        """What tells it from all others."""
+        return self.key, self.starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +73,39 @@ def partial_path(final: Path) -> Path:
     return final.with_name(f".{final.name}.partial")
 
 
-def tensors_to_save(
-    models: Sequence[MegatronModule], optimizer: ChainedOptimizer | None, *, with_master: bool
+def weights_held(models: Sequence[MegatronModule]) -> list[SavedTensor]:
+    """The weights of this rank; other ranks hold copies of some, and one of them has to write (`Shares`)."""
+    return [
+        part
+        for model in models
+        for piece in pieces(model)
+        for part in _cut(
+            piece.key, piece.global_shape, piece.global_block(piece.block), piece.parameter.data[piece.block.slices]
+        )
+    ]
+
+
+def state_held(
+    models: Sequence[MegatronModule], optimizer: ChainedOptimizer, *, with_master: bool
 ) -> list[SavedTensor]:
-    """The rectangles of weights and optimizer state that this rank writes; together the ranks write each value once."""
-    saved = []
-    for piece in (piece for model in models for piece in pieces(model)):
-        if not any(piece.copies):
-            place = piece.global_block(piece.block)
-            values = piece.parameter.data[piece.block.slices]
-            saved.append(SavedTensor(piece.key, piece.global_shape, place.starts, place.sizes, values))
-    if optimizer is not None:
-        ensure_state(optimizer)
-        for part in state_parts(models, optimizer, with_master=with_master):
-            if part.is_first_copy:
-                saved.append(SavedTensor(part.key, part.global_shape, part.block.starts, part.block.sizes, part.values))
-    return saved
+    """The optimizer state that this rank writes; together the ranks write each value once."""
+    ensure_state(optimizer)
+    return [
+        part
+        for whole in state_parts(models, optimizer, with_master=with_master)
+        if whole.is_first_copy
+        for part in _cut(whole.key, whole.global_shape, whole.block, whole.values)
+    ]
+
+
+def _cut(key: str, global_shape: Index, block: Block, values: torch.Tensor) -> Iterator[SavedTensor]:
+    """Rows of a rectangle, as many as go into a chunk; `values` lacks the leading axes of size 1."""
+    lead = len(block.sizes) - values.dim()
+    rows = max(1, _CHUNK_BYTES // max(1, values[:1].nbytes))
+    for first in range(0, values.shape[0], rows):
+        part = values[first : first + rows]
+        starts = (*block.starts[:lead], block.starts[lead] + first, *block.starts[lead + 1 :])
+        yield SavedTensor(key, global_shape, starts, (*block.sizes[:lead], *part.shape), part)
 
 
 def publish(final: Path) -> None:

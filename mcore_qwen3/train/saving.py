@@ -22,14 +22,17 @@ from mcore_qwen3.model.build import unwrapped
 from mcore_qwen3.runtime.device import current_device
 from mcore_qwen3.train.checkpoint import (
     CheckpointWriter,
+    Place,
     SavedTensor,
     SaveError,
     iteration_name,
     partial_path,
     publish,
-    tensors_to_save,
+    state_held,
+    weights_held,
 )
 from mcore_qwen3.train.optimizer import Chunks
+from mcore_qwen3.train.shares import Shares
 from mcore_qwen3.train.state import TrainState
 
 
@@ -81,7 +84,7 @@ class CheckpointSaver:
 
     def __init__(self, root: Path, writer: CheckpointWriter, *, asynchronous: bool, say: Callable[[str], None]) -> None:
         self._root, self._writer, self._asynchronous, self._say = root, writer, asynchronous, say
-        self._host_copies = _HostCopies()
+        self._shares, self._host_copies = Shares(), _HostCopies()
         self._pending: _Pending | None = None
 
     def save(self, state: TrainState, chunks: Chunks, optimizer: ChainedOptimizer | None) -> None:
@@ -109,7 +112,9 @@ class CheckpointSaver:
         job.join()
         _together(job, "create a directory for the checkpoint", partial)
         inner = [unwrapped(chunk) for chunk in chunks]
-        tensors = tensors_to_save(inner, optimizer, with_master=inner[0].config.bf16)
+        state_tensors = [] if optimizer is None else state_held(inner, optimizer, with_master=inner[0].config.bf16)
+        weights = self._shares.own(weights_held(inner), sum(each.values.nbytes for each in state_tensors))
+        tensors = [*weights, *state_tensors]
         if self._asynchronous:
             tensors = self._host_copies.take(tensors)
         self._pending = _Pending(
@@ -169,17 +174,17 @@ class _HostCopies:
     """Copies in host memory, in the same buffers at every save: new memory would cost a page fault for every 4 KiB."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        self._buffers: dict[Place, torch.Tensor] = {}
 
     def take(self, tensors: Sequence[SavedTensor]) -> list[SavedTensor]:
         """The tensors with values that later steps do not change."""
         return [replace(tensor, values=self._copy(tensor)) for tensor in tensors]
 
     def _copy(self, tensor: SavedTensor) -> torch.Tensor:
-        place, values = (tensor.key, tensor.starts), tensor.values
-        if place not in self._buffers:
-            self._buffers[place] = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-        return self._buffers[place].copy_(values)
+        values = tensor.values
+        if tensor.place not in self._buffers:
+            self._buffers[tensor.place] = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+        return self._buffers[tensor.place].copy_(values)
 
 
 def _nothing() -> None:

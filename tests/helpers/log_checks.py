@@ -112,7 +112,7 @@ def save_with_fault(root: str, iteration: int, fault: str, on_rank: int, *, asyn
     saver = saving.CheckpointSaver(Path(root), writer, asynchronous=asynchronous, say=done.append)
     with (
         mock.patch.object(saving, "unwrapped", lambda model: model),
-        mock.patch.object(saving, "tensors_to_save", lambda *args, **options: []),
+        mock.patch.object(saving, "weights_held", lambda models: []),
         mock.patch.object(saving.shutil, "rmtree", clear),
     ):
         try:
@@ -143,8 +143,8 @@ def save_beside_steps(root: str, slow_rank: int) -> list[str]:
             assert gate.wait(60)
         (directory / f"rank_{rank}").write_text(str(tensors[0].values.tolist()))
 
-    def tensors_to_save(*args: Any, **options: Any) -> list[Any]:
-        return [checkpoint.SavedTensor("weight", (3,), (0,), (3,), values)]
+    def weights_held(models: Any) -> list[Any]:
+        return [checkpoint.SavedTensor(f"weight {dist.get_rank()}", (3,), (0,), (3,), values)]
 
     writer = checkpoint.CheckpointWriter(
         write_part,
@@ -158,7 +158,7 @@ def save_beside_steps(root: str, slow_rank: int) -> list[str]:
     tracker = Path(root) / "latest_checkpointed_iteration.txt"
     with (
         mock.patch.object(saving, "unwrapped", lambda model: model),
-        mock.patch.object(saving, "tensors_to_save", tensors_to_save),
+        mock.patch.object(saving, "weights_held", weights_held),
     ):
         for iteration in range(1, 6):
             values += 1

@@ -33,7 +33,7 @@ def train_and_save(
     from mcore_qwen3.arch.shape import read_model_shape
     from mcore_qwen3.converters import OptimizerSource, TorchDistSource
     from mcore_qwen3.model.weights import read_weights
-    from mcore_qwen3.train.checkpoint import tensors_to_save
+    from mcore_qwen3.train.checkpoint import state_held, weights_held
     from mcore_qwen3.train.optimizer import AdamSettings, build_optimizer, wrap_for_data_parallel
     from mcore_qwen3.train.optimizer_state import read_state
     from mcore_qwen3.train.state import TrainState
@@ -63,7 +63,7 @@ def train_and_save(
         saver.save(TrainState(iteration=done, optimizer_steps=done), chunks, optimizer)
     final = [
         (tensor.key, tensor.global_shape, tensor.starts, tensor.values.detach().float().reshape(tensor.sizes).clone())
-        for tensor in tensors_to_save(models, optimizer, with_master=False)
+        for tensor in [*weights_held(models), *state_held(models, optimizer, with_master=False)]
     ]
     return {"losses": losses, "grad_norms": norms, "gradients": final}
 
@@ -78,6 +78,26 @@ def trainers_saver(root: Path, model_dir: str, *, asynchronous: bool = False) ->
     config = with_values(RunConfig(), {"save": str(root), "async_save": asynchronous})
     run: Any = SimpleNamespace(config=config, hf_files=Path(model_dir))
     return rank_parts.checkpoint_saver(run, lambda text: None)
+
+
+def written_bytes(model_dir: str, layout: Layout, *, moments: bool, chunk_bytes: int) -> dict[str, Any]:
+    """What this rank would write of a fresh model: bytes by rectangle, and the largest one that others hold too."""
+    from unittest import mock
+
+    from mcore_qwen3.train import checkpoint
+    from mcore_qwen3.train.optimizer import AdamSettings, build_optimizer, wrap_for_data_parallel
+    from mcore_qwen3.train.shares import Shares
+
+    _, models = build(model_dir, layout, sequence_parallel=layout.tensor > 1)
+    optimizer = build_optimizer(wrap_for_data_parallel(models), AdamSettings())
+    with mock.patch.object(checkpoint, "_CHUNK_BYTES", chunk_bytes):
+        state = checkpoint.state_held(models, optimizer, with_master=False) if moments else []
+        weights = checkpoint.weights_held(models)
+    own = Shares().own(weights, sum(each.values.nbytes for each in state))
+    return {
+        "own": {each.place: each.values.nbytes for each in [*own, *state]},
+        "held": {each.place: each.values.nbytes for each in weights},
+    }
 
 
 def stored_tensors(iteration_dir: Path) -> dict[str, torch.Tensor]:

@@ -51,7 +51,7 @@ def test_a_flipped_bit_in_the_form_is_refused(mcore_tensors: dict, tmp_path: Pat
     directory = write_torch_dist(tmp_path, mcore_tensors["moe"], {})
     file, first, _ = place_of(directory, EMBEDDING)
     entry = file.read_bytes()[first:]
-    rows, columns = mcore_tensors["moe"][EMBEDDING].shape
+    columns = mcore_tensors["moe"][EMBEDDING].shape[1]
     strides = b"K" + bytes([columns]) + b"K\x01\x86"  # (columns, 1) in the pickle
     assert entry.count(strides, 0, 1000) == 1
     flip(file, first + entry.index(strides) + 1, columns & -columns)  # smaller strides: torch.load sees nothing wrong
@@ -67,10 +67,12 @@ def test_a_file_that_is_cut_or_gone_is_named(mcore_tensors: dict, tmp_path: Path
         file.write_bytes(file.read_bytes()[:-100])
     else:
         file.unlink()
-    with pytest.raises(ConversionError, match=said) as caught:
-        with TorchDistSource(directory, tiny_shape("moe")) as source:
-            for key, entry in source.entries().items():
-                source.read(key, (slice(None),) * len(entry.shape))
+    with (
+        pytest.raises(ConversionError, match=said) as caught,
+        TorchDistSource(directory, tiny_shape("moe")) as source,
+    ):
+        for key, entry in source.entries().items():
+            source.read(key, (slice(None),) * len(entry.shape))
     assert str(file) in str(caught.value)
 
 
