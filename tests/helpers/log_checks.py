@@ -109,7 +109,7 @@ def save_with_fault(root: str, iteration: int, fault: str, on_rank: int, *, asyn
     )
     model: Any = SimpleNamespace(config=SimpleNamespace(bf16=False))
     state = TrainState(iteration=iteration, optimizer_steps=iteration)
-    saver = saving.CheckpointSaver(Path(root), writer, asynchronous=asynchronous, say=done.append)
+    saver = saving.CheckpointSaver(Path(root), writer, total_limit=None, asynchronous=asynchronous, say=done.append)
     with (
         mock.patch.object(saving, "unwrapped", lambda model: model),
         mock.patch.object(saving, "weights_held", lambda models: []),
@@ -153,7 +153,7 @@ def save_beside_steps(root: str, slow_rank: int) -> list[str]:
         lambda directory: None,
     )
     model: Any = SimpleNamespace(config=SimpleNamespace(bf16=False))
-    saver = saving.CheckpointSaver(Path(root), writer, asynchronous=True, say=lambda text: None)
+    saver = saving.CheckpointSaver(Path(root), writer, total_limit=None, asynchronous=True, say=lambda text: None)
     seen = []
     tracker = Path(root) / "latest_checkpointed_iteration.txt"
     with (

@@ -259,9 +259,10 @@ def loop_story(
         return StepResult(1.0, 5, {}, 0.5)
 
     class Saver:
-        def save(self, state: TrainState, chunks: Any, optimizer: Any) -> None:
+        def save(self, state: TrainState, chunks: Any, optimizer: Any) -> TrainState:
             moments = "with" if optimizer else "without"
             story.append(f"save {state.iteration} {state.consumed_samples} {state.stopped_by or '-'} {moments} moments")
+            return state
 
         def poll(self) -> None:
             story.append("poll")
@@ -285,6 +286,8 @@ def loop_story(
         eval_interval=eval_interval,
         save_interval=save_interval,
         save_optimizer=stop_at > 0,
+        metric_for_best_model="",
+        greater_is_better=False,
     )
 
     def evaluate(model: Any, batch: Any) -> tuple[float, int]:

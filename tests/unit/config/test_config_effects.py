@@ -50,6 +50,8 @@ def lines(words: str, facts: Facts = MOE_GPU) -> list[str]:
         ("--no_load_optim true", {"resumes": False}, "no_load_optim", "no earlier run"),
         ("--finetune true", {"reads_load": False}, "finetune", "--load is not read"),
         ("--eval_iters 5", {"evaluates": False}, "eval_iters", "no validation data"),
+        ("--metric_for_best_model loss", {"evaluates": False}, "metric_for_best_model", "no validation data"),
+        ("--greater_is_better true", {}, "greater_is_better", "metric_for_best_model is unset"),
         ("--packing_strategy sequential", {}, "packing_strategy", "packing is off"),
         ("--loss_scale all", {"raw_text": True}, "loss_scale", "raw text"),
         ("--enable_thinking false --ignore_empty_think true", {}, "ignore_empty_think", "enable_thinking is false"),
