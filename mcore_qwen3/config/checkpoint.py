@@ -32,5 +32,8 @@ class CheckpointFlags:
     no_save_rng: bool = flag(False, "leave the random states out")
     no_load_optim: bool = flag(False, "continue without the saved optimizer state: moments start at zero")
     no_load_rng: bool = flag(False, "continue without the saved random states")
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        False, "continue with the learning rate, schedule and weight decay of the checkpoint's run, not with the flags"
+    )
     finetune: bool = flag(True, "how --load is read: true: weights only, step 0; false: step and state as well")
     resume: str = flag("auto", "auto: continue a complete checkpoint in save; never; or the checkpoint's path")

@@ -174,7 +174,7 @@ _TABLE = (
         lambda config, facts: config.checkpoint.metric_for_best_model is None,
     ),
     _Effect(
-        ("no_load_optim",),
+        ("no_load_optim", "use_checkpoint_opt_param_scheduler"),
         "no earlier run is continued",
         lambda config, facts: not facts.resumes,
     ),

@@ -48,6 +48,10 @@ def lines(words: str, facts: Facts = MOE_GPU) -> list[str]:
         ("--val_dataset v --split_dataset_ratio 0.1", {}, "split_dataset_ratio", "val_dataset"),
         ("--eval_interval 5 --eval_iters 0", {}, "eval_interval", "eval_iters is 0"),
         ("--no_load_optim true", {"resumes": False}, "no_load_optim", "no earlier run"),
+        (
+            "--use_checkpoint_opt_param_scheduler true", {"resumes": False},
+            "use_checkpoint_opt_param_scheduler", "no earlier run",
+        ),
         ("--finetune true", {"reads_load": False}, "finetune", "--load is not read"),
         ("--eval_iters 5", {"evaluates": False}, "eval_iters", "no validation data"),
         ("--metric_for_best_model loss", {"evaluates": False}, "metric_for_best_model", "no validation data"),

@@ -105,6 +105,7 @@ DEFAULTS: dict[str, tuple[object, ...]] = {
     "no_save_rng": (False,),
     "no_load_optim": (False,),
     "no_load_rng": (False,),
+    "use_checkpoint_opt_param_scheduler": (False, "no such flag", "Megatron's name; unset, this run's flags are used"),
     "finetune": (True,),
     "resume": ("auto", "no such flag", "the same command continues a run"),
     "device": ("auto", "no such flag", "runs on CPU too"),
