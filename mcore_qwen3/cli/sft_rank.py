@@ -9,7 +9,7 @@ from pathlib import Path
 from mcore_qwen3.cli.prepare import check_same_data, prepare_data
 from mcore_qwen3.cli.resolve import ResolvedRun, resolve, train_iters, with_steps, with_weights
 from mcore_qwen3.cli.shared_folder import check_shared_folder
-from mcore_qwen3.config import ParsedRun, decay_iters, warmup_iters
+from mcore_qwen3.config import ParsedRun, decay_iters, greater_is_better, warmup_iters
 from mcore_qwen3.data.prepare import Prepared
 from mcore_qwen3.errors import ConfigError
 from mcore_qwen3.launch import on_stop_request, rank_main
@@ -76,10 +76,11 @@ def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> in
         global_batch_size=run.batch.global_batch_size,
         eval_interval=config.train.eval_interval or total,
         save_interval=config.checkpoint.save_interval,
-        save=save,
         save_optimizer=not config.checkpoint.no_save_optim,
         eval_on_start=config.train.eval_on_start,
         max_skipped_iters=config.train.max_skipped_iters,
+        metric_for_best_model=config.checkpoint.metric_for_best_model or "",
+        greater_is_better=greater_is_better(config),
     )
     schedule = LearningRate(
         lr=config.optim.lr,
@@ -97,8 +98,7 @@ def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> in
             schedule=schedule,
             batches=parts.training_batches(run, prepared, state.consumed_samples),
             evaluation=parts.evaluation(run, prepared),
-            writer=parts.checkpoint_writer(run),
-            after_save=parts.exporter(run, say),
+            saver=parts.checkpoint_saver(run, log.say),
             log=log,
         ),
         state,

@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,12 +14,12 @@ from megatron.core.optimizer import ChainedOptimizer
 
 from mcore_qwen3.data.batches import StepBatch
 from mcore_qwen3.runtime.device import Device, current_device, memory_gib
-from mcore_qwen3.train.checkpoint import CheckpointWriter, save_checkpoint
 from mcore_qwen3.train.evaluation import EvalSums, evaluate_step
 from mcore_qwen3.train.finite import check_weights
 from mcore_qwen3.train.guards import LOST, Guards
 from mcore_qwen3.train.log import TrainLog
 from mcore_qwen3.train.optimizer import Chunks
+from mcore_qwen3.train.saving import CheckpointSaver
 from mcore_qwen3.train.schedule import LearningRate
 from mcore_qwen3.train.state import TrainState
 from mcore_qwen3.train.step import train_step
@@ -33,20 +32,22 @@ class Plan:
     Attributes:
         train_iters: steps of the whole run.
         global_batch_size: rows a step.
-        save: where checkpoints go.
         save_optimizer: False with `--no_save_optim`.
         eval_on_start: evaluate before the first step too.
         max_skipped_iters: steps in a row that may be skipped.
+        metric_for_best_model: loss, ppl or token_acc: of the evaluation at a checkpoint's step; "": nothing is compared.
+        greater_is_better: how the metric is compared.
     """
 
     train_iters: int
     global_batch_size: int
     eval_interval: int
     save_interval: int
-    save: Path
     save_optimizer: bool
     eval_on_start: bool
     max_skipped_iters: int
+    metric_for_best_model: str
+    greater_is_better: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +57,7 @@ class Parts:
     Attributes:
         batches: the steps of this rank from `state.consumed_samples` on.
         evaluation: gives the fixed evaluation batches, None without validation data.
-        after_save: called on every rank with each finished checkpoint's directory.
+        saver: writes the checkpoints.
     """
 
     device: Device
@@ -65,8 +66,7 @@ class Parts:
     schedule: LearningRate
     batches: Iterator[StepBatch]
     evaluation: Callable[[], Iterator[StepBatch]] | None
-    writer: CheckpointWriter
-    after_save: Callable[[Path], None]
+    saver: CheckpointSaver
     log: TrainLog
 
 
@@ -99,18 +99,22 @@ def train(plan: Plan, parts: Parts, state: TrainState, stop: StopRequest) -> Tra
         SaveError: a checkpoint could not be written.
     """
     state = replace(state, stopped_by="")  # why an earlier run ended does not end this one
+    state = state.compared_by(plan.metric_for_best_model)
     guards = Guards(parts.chunks, parts.log, plan.max_skipped_iters)
     if plan.eval_on_start and parts.evaluation is not None:
         evaluate(parts, state.iteration)
     while state.iteration < plan.train_iters and not state.stopped_by:
         state = _one_step(plan, parts, state, guards)
+        parts.saver.poll()
         at_end = state.iteration == plan.train_iters
+        metrics: dict[str, float] = {}
         if parts.evaluation is not None and (at_end or state.iteration % plan.eval_interval == 0):
-            evaluate(parts, state.iteration)
+            metrics = evaluate(parts, state.iteration)
         state = replace(state, stopped_by="end" if at_end else stop.agreed())
         if state.stopped_by or state.iteration % plan.save_interval == 0:
             check_weights(parts.chunks, LOST)  # a weight that no token met since it went bad
-            _save(plan, parts, state)
+            state = _save(plan, parts, state, metrics)
+    parts.saver.wait()
     return state
 
 
@@ -162,9 +166,12 @@ def evaluate(parts: Parts, iteration: int) -> dict[str, float]:
     return metrics
 
 
-def _save(plan: Plan, parts: Parts, state: TrainState) -> None:
+def _save(plan: Plan, parts: Parts, state: TrainState, metrics: dict[str, float]) -> TrainState:
+    """Save; the evaluation of this step, if there was one, says whether it is the best checkpoint."""
+    name = f"eval_{plan.metric_for_best_model}"
+    if name in metrics:
+        state = state.judged(metrics[name], greater_is_better=plan.greater_is_better)
+        parts.log.say(f"best checkpoint by {name}: {state.best_metric} at step {state.best_iteration}")
     optimizer = parts.optimizer if plan.save_optimizer else None
     with parts.log.paused():
-        directory = save_checkpoint(plan.save, state, parts.chunks, optimizer, parts.writer)
-        parts.log.say(f"saved {directory}")
-        parts.after_save(directory)
+        return parts.saver.save(state, parts.chunks, optimizer)

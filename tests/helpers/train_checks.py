@@ -265,10 +265,17 @@ def loop_story(
             stop.set(signal.SIGTERM)
         return StepResult(1.0, 5, {}, 0.5)
 
-    def save(root: Path, state: TrainState, model: Any, optimizer: Any, writer: Any) -> Path:
-        moments = "with" if optimizer else "without"
-        story.append(f"save {state.iteration} {state.consumed_samples} {state.stopped_by or '-'} {moments} moments")
-        return root / f"iter_{state.iteration}"
+    class Saver:
+        def save(self, state: TrainState, chunks: Any, optimizer: Any) -> TrainState:
+            moments = "with" if optimizer else "without"
+            story.append(f"save {state.iteration} {state.consumed_samples} {state.stopped_by or '-'} {moments} moments")
+            return state
+
+        def poll(self) -> None:
+            story.append("poll")
+
+        def wait(self) -> None:
+            story.append("wait")
 
     parts: Any = loop.Parts(
         device=cpu(),
@@ -277,8 +284,7 @@ def loop_story(
         schedule=LearningRate(lr=10.0, min_lr=0.0, style="linear", warmup_iters=0, decay_iters=10),
         batches=iter([batch] * train_iters),  # type: ignore[list-item]
         evaluation=lambda: iter([batch, batch]),  # type: ignore[list-item]
-        writer=None,  # type: ignore[arg-type]
-        after_save=lambda path: story.append(f"after {path.name}"),
+        saver=Saver(),  # type: ignore[arg-type]
         log=TrainLog(Path(directory), train_iters, 1, active=False, start_iteration=0),
     )
     plan = loop.Plan(
@@ -286,17 +292,18 @@ def loop_story(
         global_batch_size=4,
         eval_interval=eval_interval,
         save_interval=save_interval,
-        save=Path(directory),
         save_optimizer=stop_at > 0,
         eval_on_start=eval_on_start,
         max_skipped_iters=0,
+        metric_for_best_model="",
+        greater_is_better=False,
     )
 
     def evaluate(model: Any, batch: Any) -> EvalSums:
         story.append("evaluate")
         return EvalSums(3.0, 2, 1)
 
-    replaced: dict[str, Callable] = {"train_step": step, "evaluate_step": evaluate, "save_checkpoint": save}
+    replaced: dict[str, Callable] = {"train_step": step, "evaluate_step": evaluate}
     replaced["check_weights"] = lambda chunks, fix: None
     with mock.patch.multiple(loop, **replaced):
         state = loop.train(plan, parts, TrainState(**state_before), stop)
