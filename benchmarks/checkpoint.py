@@ -236,7 +236,9 @@ def measure_stall(root: Path, rounds: int, steps: int, device: str) -> None:
 def main() -> None:
     """Both measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", type=Path, required=True, help="a folder on the disk to measure; a new one in it is used")
+    parser.add_argument(
+        "--dir", type=Path, required=True, help="a folder on the disk to measure; a new one in it is used"
+    )
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)

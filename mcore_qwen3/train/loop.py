@@ -14,7 +14,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from mcore_qwen3.data.batches import StepBatch
 from mcore_qwen3.runtime.device import Device, current_device, memory_gib
 from mcore_qwen3.train.log import TrainLog
-from mcore_qwen3.train.optimizer import Chunks
+from mcore_qwen3.train.optimizer import Chunks, NonFiniteError
 from mcore_qwen3.train.saving import CheckpointSaver
 from mcore_qwen3.train.schedule import LearningRate
 from mcore_qwen3.train.state import TrainState
@@ -89,6 +89,16 @@ def train(plan: Plan, parts: Parts, state: TrainState, stop: StopRequest) -> Tra
         NonFiniteError: loss or gradient norm is not finite; the last checkpoint is untouched.
         SaveError: a checkpoint could not be written.
     """
+    try:
+        state = _steps(plan, parts, state, stop)
+    except NonFiniteError:
+        parts.saver.wait()  # raised on every rank, and what is still being written is of an earlier, good step
+        raise
+    parts.saver.wait()
+    return state
+
+
+def _steps(plan: Plan, parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
     state = replace(state, stopped_by="")  # why an earlier run ended does not end this one
     state = state.compared_by(plan.metric_for_best_model)
     while state.iteration < plan.train_iters and not state.stopped_by:
@@ -101,7 +111,6 @@ def train(plan: Plan, parts: Parts, state: TrainState, stop: StopRequest) -> Tra
         state = replace(state, stopped_by="end" if at_end else stop.agreed())
         if state.stopped_by or state.iteration % plan.save_interval == 0:
             state = _save(plan, parts, state, metrics)
-    parts.saver.wait()
     return state
 
 
