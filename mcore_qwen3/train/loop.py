@@ -18,7 +18,7 @@ from mcore_qwen3.train.evaluation import EvalSums, evaluate_step
 from mcore_qwen3.train.finite import check_weights
 from mcore_qwen3.train.guards import LOST, Guards
 from mcore_qwen3.train.log import TrainLog
-from mcore_qwen3.train.optimizer import Chunks
+from mcore_qwen3.train.optimizer import Chunks, NonFiniteError
 from mcore_qwen3.train.saving import CheckpointSaver
 from mcore_qwen3.train.schedule import LearningRate
 from mcore_qwen3.train.state import TrainState
@@ -98,6 +98,16 @@ def train(plan: Plan, parts: Parts, state: TrainState, stop: StopRequest) -> Tra
         SkippedStepsError: too many steps in a row gave nothing to learn from.
         SaveError: a checkpoint could not be written.
     """
+    try:
+        state = _steps(plan, parts, state, stop)
+    except NonFiniteError:
+        parts.saver.wait()  # raised on every rank, and what is still being written is of an earlier, good step
+        raise
+    parts.saver.wait()
+    return state
+
+
+def _steps(plan: Plan, parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
     state = replace(state, stopped_by="")  # why an earlier run ended does not end this one
     state = state.compared_by(plan.metric_for_best_model)
     guards = Guards(parts.chunks, parts.log, plan.max_skipped_iters)
@@ -114,7 +124,6 @@ def train(plan: Plan, parts: Parts, state: TrainState, stop: StopRequest) -> Tra
         if state.stopped_by or state.iteration % plan.save_interval == 0:
             check_weights(parts.chunks, LOST)  # a weight that no token met since it went bad
             state = _save(plan, parts, state, metrics)
-    parts.saver.wait()
     return state
 
 

@@ -241,6 +241,7 @@ def loop_story(
     save_interval: int,
     stop_at: int,
     eval_on_start: bool = False,
+    bad_at: int = 0,
     **state_before: Any,
 ) -> list[str]:
     """What the training loop does in which order, with steps, evaluation and saving replaced by notes."""
@@ -251,6 +252,7 @@ def loop_story(
     from mcore_qwen3.train import loop
     from mcore_qwen3.train.evaluation import EvalSums
     from mcore_qwen3.train.log import TrainLog
+    from mcore_qwen3.train.optimizer import NonFiniteError
     from mcore_qwen3.train.schedule import LearningRate
     from mcore_qwen3.train.state import TrainState
     from mcore_qwen3.train.step import StepResult
@@ -261,8 +263,11 @@ def loop_story(
 
     def step(model: Any, optimizer: Any, batch: Any, lr: float) -> StepResult:
         story.append(f"step lr {lr:.1f}")
-        if len([line for line in story if line.startswith("step")]) == stop_at:
+        number = len([line for line in story if line.startswith("step")])
+        if number == stop_at:
             stop.set(signal.SIGTERM)
+        if number == bad_at:
+            raise NonFiniteError("the loss must be finite")
         return StepResult(1.0, 5, {}, 0.5)
 
     class Saver:
@@ -306,6 +311,9 @@ def loop_story(
     replaced: dict[str, Callable] = {"train_step": step, "evaluate_step": evaluate}
     replaced["check_weights"] = lambda chunks, fix: None
     with mock.patch.multiple(loop, **replaced):
-        state = loop.train(plan, parts, TrainState(**state_before), stop)
+        try:
+            state = loop.train(plan, parts, TrainState(**state_before), stop)
+        except NonFiniteError as error:
+            return [*story, str(error)]
     story.append(f"stopped by {state.stopped_by} after {state.iteration}, {state.trained_tokens} trained")
     return story
