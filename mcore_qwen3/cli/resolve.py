@@ -139,7 +139,7 @@ def resolve(parsed: ParsedRun, world_size: int, environ: Mapping[str, str] = os.
     _check_transformer_impl(config, device)
     check_moe(config, shape, layout, device)
     filled, notes = _fill(parsed, shape, layout, device, environ)
-    resume = find_resume_point(filled)
+    resume = find_resume_point(filled, environ)
     facts = Facts(
         is_moe=shape.is_moe,
         has_mlp=not all(shape.moe_layers),

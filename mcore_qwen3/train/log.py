@@ -141,6 +141,17 @@ class TrainLog:
             self._write({"event": "eval", "iteration": iteration, "eval_loss": loss, "trained_tokens": trained_tokens})
             self.say(f"step {iteration}/{self._train_iters} | eval loss {loss:.4f} over {trained_tokens:,} tokens")
 
+    def restart(self, iteration: int, number: int, reason: str) -> None:
+        """Record that all ranks were started again.
+
+        Args:
+            iteration: the step from which the run goes on.
+            number: how often this has happened to the job.
+            reason: why the last start failed.
+        """
+        if self._active:
+            self._write({"event": "restart", "iteration": iteration, "restart": number, "reason": reason})
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Around work that is no step: its time does not count in the time left."""

@@ -49,6 +49,7 @@ class Parts:
         batches: the steps of this rank from `state.consumed_samples` on.
         evaluation: gives the fixed evaluation batches, None without validation data.
         after_save: called on every rank with each finished checkpoint's directory.
+        enter: tells what begins now, and the last finished step, to whoever watches for hangs.
     """
 
     device: Device
@@ -59,24 +60,33 @@ class Parts:
     evaluation: Callable[[], Iterator[StepBatch]] | None
     writer: CheckpointWriter
     after_save: Callable[[Path], None]
+    enter: Callable[[str, int], None]
     log: TrainLog
 
 
 class StopRequest:
-    """A signal's wish to save and stop, agreed on by all ranks: it may reach them at different steps."""
+    """A wish to save and stop, agreed on by all ranks: signals and time limits reach them at different steps.
 
-    def __init__(self) -> None:
-        self._signal = 0
+    Args:
+        time_limit: time.monotonic() on this machine after which the run has to end; None: no limit.
+    """
+
+    _NAMES = ("", "exit_duration_in_mins", "SIGUSR1", "SIGINT", "SIGTERM")  # the later ones overrule the earlier ones
+
+    def __init__(self, time_limit: float | None = None) -> None:
+        self._signal, self._time_limit = "", time_limit
 
     def set(self, signum: int) -> None:
         """Remember the signal; called from a signal handler."""
-        self._signal = signum
+        self._signal = signal.Signals(signum).name
 
     def agreed(self) -> str:
-        """The signal's name if any rank has one, else "". Collective."""
-        number = torch.tensor(self._signal, dtype=torch.int32, device=current_device())
-        dist.all_reduce(number, op=dist.ReduceOp.MAX)
-        return signal.Signals(int(number)).name if int(number) else ""
+        """Why some rank wants to stop: a signal's name or "exit_duration_in_mins"; else "". Collective."""
+        late = self._time_limit is not None and time.monotonic() > self._time_limit
+        mine = self._signal or ("exit_duration_in_mins" if late else "")
+        place = torch.tensor(self._NAMES.index(mine), dtype=torch.int32, device=current_device())
+        dist.all_reduce(place, op=dist.ReduceOp.MAX)
+        return self._NAMES[int(place)]
 
 
 def train(plan: Plan, parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
@@ -89,14 +99,17 @@ def train(plan: Plan, parts: Parts, state: TrainState, stop: StopRequest) -> Tra
         NonFiniteError: loss or gradient norm is not finite; the last checkpoint is untouched.
         SaveError: a checkpoint could not be written.
     """
-    state = replace(state, stopped_by="")  # why an earlier run ended does not end this one
-    while state.iteration < plan.train_iters and not state.stopped_by:
+    # Why an earlier run ended does not end this one, unless it had done all: a rank may die after the last save.
+    state = replace(state, stopped_by="end" if state.iteration >= plan.train_iters else "")
+    while not state.stopped_by:
+        parts.enter("waiting for data", state.iteration)
         state = _one_step(plan, parts, state)
         at_end = state.iteration == plan.train_iters
         if parts.evaluation is not None and (at_end or state.iteration % plan.eval_interval == 0):
             evaluate(parts, state.iteration)
         state = replace(state, stopped_by="end" if at_end else stop.agreed())
         if state.stopped_by or state.iteration % plan.save_interval == 0:
+            parts.enter("save", state.iteration)
             _save(plan, parts, state)
     return state
 
