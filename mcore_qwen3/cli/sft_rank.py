@@ -80,7 +80,6 @@ def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> in
         global_batch_size=run.batch.global_batch_size,
         eval_interval=config.train.eval_interval or total,
         save_interval=config.checkpoint.save_interval,
-        save=save,
         save_optimizer=not config.checkpoint.no_save_optim,
     )
     schedule = LearningRate(
@@ -101,8 +100,7 @@ def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> in
             batches=heartbeat.around("step", parts.training_batches(run, prepared, state.consumed_samples)),
             evaluation=evaluation and (lambda: heartbeat.around("evaluation", evaluation())),
             enter=heartbeat.enter,
-            writer=parts.checkpoint_writer(run),
-            after_save=parts.exporter(run, say),
+            saver=parts.checkpoint_saver(run, log.say),
             log=log,
         ),
         state,

@@ -13,6 +13,9 @@ class CheckpointFlags:
 
     save: str | None = flag(None, "folder to write to; unset: megatron_output/<name of load>")
     save_interval: int = flag(500, "steps between checkpoints; the last step is always saved", at_least=1)
+    async_save: bool = flag(
+        False, "train on while a checkpoint is written; takes host memory for a copy of what each rank writes"
+    )
     save_hf: bool = flag(False, "write a Hugging Face folder beside every checkpoint")
     no_save_optim: bool = flag(False, "leave the optimizer state out: smaller, but it cannot be continued exactly")
     no_save_rng: bool = flag(False, "leave the random states out")

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from mcore_qwen3.arch.shape import ModelShape
+from mcore_qwen3.converters.check_sums import verify_tensor
 from mcore_qwen3.converters.data_only import EntryReader, load_plain, read_metadata
 from mcore_qwen3.converters.source import Bounds, Entry, WeightSource, name_some
 from mcore_qwen3.converters.table import LAYERS, Rule, key_aliases, name_table
@@ -147,9 +148,11 @@ class _StoredSource(WeightSource):
             self._cache.move_to_end(place)
             return self._cache[place]
         where = f"{self.directory / chunk.info.relative_path} at byte {chunk.info.offset}"
-        tensor = load_plain(self._reader.read(chunk.info), where)
+        stream = self._reader.read(chunk.info)
+        tensor = load_plain(stream, where)
         if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), tensor.dtype) != (chunk.stored_sizes, dtype):
             raise ConversionError("a stored chunk must be a tensor of the shape and dtype in .metadata", seen=where)
+        verify_tensor(tensor, stream, where)
         tensor = tensor.reshape(chunk.sizes)
         self._cache[place] = tensor
         self._cached_bytes += tensor.nbytes

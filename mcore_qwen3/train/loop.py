@@ -6,7 +6,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,9 +13,9 @@ from megatron.core.optimizer import ChainedOptimizer
 
 from mcore_qwen3.data.batches import StepBatch
 from mcore_qwen3.runtime.device import Device, current_device, memory_gib
-from mcore_qwen3.train.checkpoint import CheckpointWriter, save_checkpoint
 from mcore_qwen3.train.log import TrainLog
 from mcore_qwen3.train.optimizer import Chunks
+from mcore_qwen3.train.saving import CheckpointSaver
 from mcore_qwen3.train.schedule import LearningRate
 from mcore_qwen3.train.state import TrainState
 from mcore_qwen3.train.step import evaluate_step, train_step
@@ -29,7 +28,6 @@ class Plan:
     Attributes:
         train_iters: steps of the whole run.
         global_batch_size: rows a step.
-        save: where checkpoints go.
         save_optimizer: False with `--no_save_optim`.
     """
 
@@ -37,7 +35,6 @@ class Plan:
     global_batch_size: int
     eval_interval: int
     save_interval: int
-    save: Path
     save_optimizer: bool
 
 
@@ -48,7 +45,7 @@ class Parts:
     Attributes:
         batches: the steps of this rank from `state.consumed_samples` on.
         evaluation: gives the fixed evaluation batches, None without validation data.
-        after_save: called on every rank with each finished checkpoint's directory.
+        saver: writes the checkpoints.
         enter: tells what begins now, and the last finished step, to whoever watches for hangs.
     """
 
@@ -58,8 +55,7 @@ class Parts:
     schedule: LearningRate
     batches: Iterator[StepBatch]
     evaluation: Callable[[], Iterator[StepBatch]] | None
-    writer: CheckpointWriter
-    after_save: Callable[[Path], None]
+    saver: CheckpointSaver
     enter: Callable[[str, int], None]
     log: TrainLog
 
@@ -104,6 +100,7 @@ def train(plan: Plan, parts: Parts, state: TrainState, stop: StopRequest) -> Tra
     while not state.stopped_by:
         parts.enter("waiting for data", state.iteration)
         state = _one_step(plan, parts, state)
+        parts.saver.poll()
         at_end = state.iteration == plan.train_iters
         if parts.evaluation is not None and (at_end or state.iteration % plan.eval_interval == 0):
             evaluate(parts, state.iteration)
@@ -111,6 +108,10 @@ def train(plan: Plan, parts: Parts, state: TrainState, stop: StopRequest) -> Tra
         if state.stopped_by or state.iteration % plan.save_interval == 0:
             parts.enter("save", state.iteration)
             _save(plan, parts, state)
+            if not state.stopped_by and (late := stop.agreed()):  # it came during the save, which need not be repeated
+                state = replace(state, stopped_by=late)
+                parts.saver.mark_stopped(state)
+    parts.saver.wait()
     return state
 
 
@@ -161,6 +162,4 @@ def evaluate(parts: Parts, iteration: int) -> float:
 def _save(plan: Plan, parts: Parts, state: TrainState) -> None:
     optimizer = parts.optimizer if plan.save_optimizer else None
     with parts.log.paused():
-        directory = save_checkpoint(plan.save, state, parts.chunks, optimizer, parts.writer)
-        parts.log.say(f"saved {directory}")
-        parts.after_save(directory)
+        parts.saver.save(state, parts.chunks, optimizer)

@@ -32,10 +32,8 @@ def train_and_save(
 
     from mcore_qwen3.arch.shape import read_model_shape
     from mcore_qwen3.converters import OptimizerSource, TorchDistSource
-    from mcore_qwen3.converters.staging import flush_tree
-    from mcore_qwen3.converters.torch_dist_writer import Chunk, write_chunks, write_common
     from mcore_qwen3.model.weights import read_weights
-    from mcore_qwen3.train.checkpoint import CheckpointWriter, save_checkpoint, tensors_to_save
+    from mcore_qwen3.train.checkpoint import state_held, weights_held
     from mcore_qwen3.train.optimizer import AdamSettings, build_optimizer, wrap_for_data_parallel
     from mcore_qwen3.train.optimizer_state import read_state
     from mcore_qwen3.train.state import TrainState
@@ -60,24 +58,46 @@ def train_and_save(
         losses.append(result.loss)
         norms.append(result.grad_norm)
     if save:
-        writer = CheckpointWriter(
-            lambda directory, tensors: write_chunks(
-                directory,
-                [
-                    Chunk(t.key, t.global_shape, t.starts, t.sizes, t.values.dtype, lambda t=t: t.values)
-                    for t in tensors
-                ],
-            ),
-            write_common,
-            flush_tree,
-        )
         done = len(batches)
-        save_checkpoint(Path(save), TrainState(iteration=done, optimizer_steps=done), chunks, optimizer, writer)
+        saver = trainers_saver(Path(save), model_dir)
+        saver.save(TrainState(iteration=done, optimizer_steps=done), chunks, optimizer)
     final = [
         (tensor.key, tensor.global_shape, tensor.starts, tensor.values.detach().float().reshape(tensor.sizes).clone())
-        for tensor in tensors_to_save(models, optimizer, with_master=False)
+        for tensor in [*weights_held(models), *state_held(models, optimizer, with_master=False)]
     ]
     return {"losses": losses, "grad_norms": norms, "gradients": final}
+
+
+def trainers_saver(root: Path, model_dir: str, *, asynchronous: bool = False) -> Any:
+    """The command line's own saver."""
+    from types import SimpleNamespace
+
+    from mcore_qwen3.cli import rank_parts
+    from mcore_qwen3.config import RunConfig, with_values
+
+    config = with_values(RunConfig(), {"save": str(root), "async_save": asynchronous})
+    run: Any = SimpleNamespace(config=config, hf_files=Path(model_dir))
+    return rank_parts.checkpoint_saver(run, lambda text: None)
+
+
+def written_bytes(model_dir: str, layout: Layout, *, moments: bool, chunk_bytes: int) -> dict[str, Any]:
+    """What this rank would write of a fresh model: bytes by rectangle, and the largest one that others hold too."""
+    from unittest import mock
+
+    from mcore_qwen3.train import checkpoint
+    from mcore_qwen3.train.optimizer import AdamSettings, build_optimizer, wrap_for_data_parallel
+    from mcore_qwen3.train.shares import Shares
+
+    _, models = build(model_dir, layout, sequence_parallel=layout.tensor > 1)
+    optimizer = build_optimizer(wrap_for_data_parallel(models), AdamSettings())
+    with mock.patch.object(checkpoint, "_CHUNK_BYTES", chunk_bytes):
+        state = checkpoint.state_held(models, optimizer, with_master=False) if moments else []
+        weights = checkpoint.weights_held(models)
+    own = Shares().own(weights, sum(each.values.nbytes for each in state))
+    return {
+        "own": {each.place: each.values.nbytes for each in [*own, *state]},
+        "held": {each.place: each.values.nbytes for each in weights},
+    }
 
 
 def stored_tensors(iteration_dir: Path) -> dict[str, torch.Tensor]:

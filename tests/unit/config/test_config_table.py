@@ -98,6 +98,7 @@ DEFAULTS: dict[str, tuple[object, ...]] = {
     "save": (None,),
     "save_interval": (500,),
     "save_hf": (False, True, "a checkpoint is one torch_dist folder; convert writes the other form at any time"),
+    "async_save": (False,),
     "no_save_optim": (False,),
     "no_save_rng": (False,),
     "no_load_optim": (False,),
