@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -177,8 +178,15 @@ def find_config_file(directory: str | Path) -> Path:
     )
 
 
+def replaced_path(iteration: Path) -> Path:
+    """Where an iteration directory lies while a new one takes its place; only a kill in that moment leaves it there."""
+    return iteration.with_name(f".{iteration.name}.replaced")
+
+
 def iteration_directory(root: Path) -> Path:
     """The directory that the tracker file of a Megatron checkpoint names: `release` or `iter_0000200`.
+
+    One that a killed run was about to replace is put back first.
 
     Raises:
         ConfigError: the tracker names neither a release nor an iteration, or that directory is not there.
@@ -192,6 +200,9 @@ def iteration_directory(root: Path) -> Path:
             fix="write the number of a complete iteration into it",
         )
     iteration = root / ("release" if text == "release" else f"iter_{int(text):07d}")
+    if not iteration.is_dir():
+        with contextlib.suppress(OSError):  # there is none, or another process was faster
+            replaced_path(iteration).rename(iteration)
     if not iteration.is_dir():
         raise ConfigError(
             "the iteration that the tracker file names must exist",

@@ -78,6 +78,8 @@ def build(run: ResolvedRun, device: Device, say: Say) -> tuple[Chunks, ChainedOp
     if run.resume is None:
         return chunks, optimizer, TrainState()
     state = TrainState.read(run.resume.directory)
+    if run.resume.directory.parent.resolve() != save_root(run).resolve():  # of another save directory
+        state = replace(state, checkpoints=(), best_metric=None, best_iteration=None)
     if run.config.checkpoint.no_load_optim:
         say(f"continuing after step {state.iteration}; the optimizer starts afresh (--no_load_optim true)")
         return chunks, optimizer, replace(state, optimizer_steps=0)  # Adam counts from its zero moments
@@ -163,6 +165,7 @@ def checkpoint_saver(run: ResolvedRun, say: Say) -> CheckpointSaver:
     return CheckpointSaver(
         save_root(run),
         CheckpointWriter(_write_part, complete, flush_tree, export),
+        total_limit=run.config.checkpoint.save_total_limit,
         asynchronous=run.config.checkpoint.async_save,
         say=say,
     )

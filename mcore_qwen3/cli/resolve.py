@@ -21,6 +21,7 @@ from mcore_qwen3.arch import (
     resolve_batch,
     resolve_layout,
 )
+from mcore_qwen3.cli.continued import changed_settings, check_same_model, with_saved_schedule
 from mcore_qwen3.cli.moe_checks import check_moe
 from mcore_qwen3.cli.resume import ResumePoint, check_optimizer_state, find_resume_point
 from mcore_qwen3.config import Facts, ParsedRun, RunConfig, check_schedule, flags_without_effect, with_values
@@ -140,6 +141,11 @@ def resolve(parsed: ParsedRun, world_size: int, environ: Mapping[str, str] = os.
     check_moe(config, shape, layout, device)
     filled, notes = _fill(parsed, shape, layout, device, environ)
     resume = find_resume_point(filled, environ)
+    if resume is not None:
+        if config.checkpoint.use_checkpoint_opt_param_scheduler:
+            filled = with_saved_schedule(filled, resume.directory)
+        notes += check_same_model(shape, hf_files, resume.directory)
+        notes += changed_settings(filled, resume.directory)
     facts = Facts(
         is_moe=shape.is_moe,
         has_mlp=not all(shape.moe_layers),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from mcore_qwen3.cli.prepare import check_same_data, prepare_data
 from mcore_qwen3.cli.resolve import ResolvedRun, resolve, train_iters, with_steps
 from mcore_qwen3.cli.resume import check_same_point
-from mcore_qwen3.config import ParsedRun, RunConfig, decay_iters, warmup_iters
+from mcore_qwen3.config import ParsedRun, RunConfig, decay_iters, greater_is_better, warmup_iters
 from mcore_qwen3.data.prepare import Prepared
 from mcore_qwen3.errors import ConfigError
 from mcore_qwen3.launch import SUPERVISED, Heartbeat, on_stop_request, rank_main, restarted, started_at
@@ -81,6 +81,8 @@ def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> in
         eval_interval=config.train.eval_interval or total,
         save_interval=config.checkpoint.save_interval,
         save_optimizer=not config.checkpoint.no_save_optim,
+        metric_for_best_model=config.checkpoint.metric_for_best_model or "",
+        greater_is_better=greater_is_better(config),
     )
     schedule = LearningRate(
         lr=config.optim.lr,

@@ -13,7 +13,7 @@ import torch
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import MegatronModule
 
-from mcore_qwen3.arch.shape import TRACKER
+from mcore_qwen3.arch.shape import TRACKER, replaced_path
 from mcore_qwen3.errors import McoreQwen3Error
 from mcore_qwen3.model.pieces import Block, Index, pieces
 from mcore_qwen3.train.optimizer_state import ensure_state, state_parts
@@ -22,6 +22,9 @@ Place = tuple[str, Index]
 """A rectangle's global tensor and the place of its first value there."""
 # A reader takes whole chunks, so they bound the memory of a load. Below 32 MiB glibc uses the same memory for every chunk.
 _CHUNK_BYTES = 30 * 2**20
+
+
+BEST_TRACKER = "best_checkpointed_iteration.txt"
 
 
 class SaveError(McoreQwen3Error):
@@ -110,7 +113,8 @@ def _cut(key: str, global_shape: Index, block: Block, values: torch.Tensor) -> I
 
 def publish(final: Path) -> None:
     """Give a complete and durable partial directory its name and make the tracker name it."""
-    older = final.with_name(f".{final.name}.replaced")
+    older = replaced_path(final)
+    shutil.rmtree(older, ignore_errors=True)
     if final.exists():  # an earlier run's checkpoint of the same step
         os.replace(final, older)
     os.replace(partial_path(final), final)
@@ -120,14 +124,14 @@ def publish(final: Path) -> None:
     _sync_names(final.parent)
 
 
-def write_tracker(root: Path, text: str) -> None:
-    """Replace `latest_checkpointed_iteration.txt` in one move."""
-    temporary = root / f".{TRACKER}.partial"
+def write_tracker(root: Path, text: str, name: str = TRACKER) -> None:
+    """Replace `latest_checkpointed_iteration.txt`, or its like, in one move."""
+    temporary = root / f".{name}.partial"
     with open(temporary, "w") as handle:
         handle.write(text)
         handle.flush()
         os.fsync(handle.fileno())
-    os.replace(temporary, root / TRACKER)
+    os.replace(temporary, root / name)
 
 
 def _sync_names(directory: Path) -> None:

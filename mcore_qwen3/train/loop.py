@@ -29,6 +29,8 @@ class Plan:
         train_iters: steps of the whole run.
         global_batch_size: rows a step.
         save_optimizer: False with `--no_save_optim`.
+        metric_for_best_model: loss, ppl or token_acc: of the evaluation at a checkpoint's step; "": nothing is compared.
+        greater_is_better: how the metric is compared.
     """
 
     train_iters: int
@@ -36,6 +38,8 @@ class Plan:
     eval_interval: int
     save_interval: int
     save_optimizer: bool
+    metric_for_best_model: str
+    greater_is_better: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,17 +101,19 @@ def train(plan: Plan, parts: Parts, state: TrainState, stop: StopRequest) -> Tra
     """
     # Why an earlier run ended does not end this one, unless it had done all: a rank may die after the last save.
     state = replace(state, stopped_by="end" if state.iteration >= plan.train_iters else "")
+    state = state.compared_by(plan.metric_for_best_model)
     while not state.stopped_by:
         parts.enter("waiting for data", state.iteration)
         state = _one_step(plan, parts, state)
         parts.saver.poll()
         at_end = state.iteration == plan.train_iters
+        metrics: dict[str, float] = {}
         if parts.evaluation is not None and (at_end or state.iteration % plan.eval_interval == 0):
-            evaluate(parts, state.iteration)
+            metrics = evaluate(parts, state.iteration)
         state = replace(state, stopped_by="end" if at_end else stop.agreed())
         if state.stopped_by or state.iteration % plan.save_interval == 0:
             parts.enter("save", state.iteration)
-            _save(plan, parts, state)
+            state = _save(plan, parts, state, metrics)
             if not state.stopped_by and (late := stop.agreed()):  # it came during the save, which need not be repeated
                 state = replace(state, stopped_by=late)
                 parts.saver.mark_stopped(state)
@@ -146,8 +152,8 @@ def _largest_memory(device: Device) -> float:
     return float(memory)
 
 
-def evaluate(parts: Parts, iteration: int) -> float:
-    """Mean loss over all trained tokens of the evaluation set, logged and returned. Collective."""
+def evaluate(parts: Parts, iteration: int) -> dict[str, float]:
+    """eval_loss: mean over all trained tokens of the evaluation set, logged and returned. Collective."""
     assert parts.evaluation is not None
     total, trained = 0.0, 0
     with parts.log.paused():
@@ -156,10 +162,15 @@ def evaluate(parts: Parts, iteration: int) -> float:
             total, trained = total + part, trained + count
     loss = total / trained
     parts.log.evaluation(iteration, loss, trained)
-    return loss
+    return {"eval_loss": loss}
 
 
-def _save(plan: Plan, parts: Parts, state: TrainState) -> None:
+def _save(plan: Plan, parts: Parts, state: TrainState, metrics: dict[str, float]) -> TrainState:
+    """Save; the evaluation of this step, if there was one, says whether it is the best checkpoint."""
+    name = f"eval_{plan.metric_for_best_model}"
+    if name in metrics:
+        state = state.judged(metrics[name], greater_is_better=plan.greater_is_better)
+        parts.log.say(f"best checkpoint by {name}: {state.best_metric} at step {state.best_iteration}")
     optimizer = parts.optimizer if plan.save_optimizer else None
     with parts.log.paused():
-        parts.saver.save(state, parts.chunks, optimizer)
+        return parts.saver.save(state, parts.chunks, optimizer)

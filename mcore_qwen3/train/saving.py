@@ -21,6 +21,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from mcore_qwen3.model.build import unwrapped
 from mcore_qwen3.runtime.device import current_device
 from mcore_qwen3.train.checkpoint import (
+    BEST_TRACKER,
     CheckpointWriter,
     Place,
     SavedTensor,
@@ -30,8 +31,10 @@ from mcore_qwen3.train.checkpoint import (
     publish,
     state_held,
     weights_held,
+    write_tracker,
 )
 from mcore_qwen3.train.optimizer import Chunks
+from mcore_qwen3.train.retention import clear_unfinished, delete_checkpoints, kept_iterations
 from mcore_qwen3.train.shares import Shares
 from mcore_qwen3.train.state import TrainState
 
@@ -63,10 +66,19 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A save that is not over: the stage's job on this rank, and what the stage does, for messages."""
+    """A save that is not over.
+
+    Attributes:
+        final: where it will be.
+        state: progress to store.
+        surplus: iterations to delete once it is there.
+        job: this rank's work in the present stage.
+        what: what the stage does, for messages.
+    """
 
     final: Path
     state: TrainState
+    surplus: Sequence[int]
     job: _Job
     what: str
     is_last: bool = False
@@ -78,28 +90,47 @@ class CheckpointSaver:
     Args:
         root: the run's save directory.
         writer: the file format.
+        total_limit: checkpoints to keep; None keeps all.
         asynchronous: training goes on while the files are written; each rank keeps a copy of what it writes in host memory.
         say: prints a line, on rank 0.
     """
 
-    def __init__(self, root: Path, writer: CheckpointWriter, *, asynchronous: bool, say: Callable[[str], None]) -> None:
-        self._root, self._writer, self._asynchronous, self._say = root, writer, asynchronous, say
+    def __init__(
+        self,
+        root: Path,
+        writer: CheckpointWriter,
+        *,
+        total_limit: int | None,
+        asynchronous: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        self._root, self._writer, self._total_limit = root, writer, total_limit
+        self._asynchronous, self._say = asynchronous, say
         self._shares, self._host_copies = Shares(), _HostCopies()
         self._pending: _Pending | None = None
+        if dist.get_rank() == 0:
+            clear_unfinished(root)
 
-    def save(self, state: TrainState, chunks: Chunks, optimizer: ChainedOptimizer | None) -> None:
+    def save(self, state: TrainState, chunks: Chunks, optimizer: ChainedOptimizer | None) -> TrainState:
         """Write `<root>/iter_<n>` and make the tracker name it; an earlier save is waited for.
+
+        Then checkpoints past the limit are deleted.
 
         Args:
             state: progress to store.
             chunks: the wrapped model.
             optimizer: None leaves the moments out.
 
+        Returns:
+            The state, with the checkpoints that the run then has.
+
         Raises:
             SaveError: on every rank, if any rank could not write; nothing that looks complete is left. With `asynchronous`
                 it may come from a later call.
         """
         self.wait()
+        written = (*(number for number in state.checkpoints if number != state.iteration), state.iteration)
+        kept = kept_iterations(written, self._total_limit, state.best_iteration)
         final = self._root / iteration_name(state.iteration)
         partial = partial_path(final)
 
@@ -119,12 +150,15 @@ class CheckpointSaver:
             tensors = self._host_copies.take(tensors)
         self._pending = _Pending(
             final,
-            replace(state, has_optimizer=optimizer is not None),
+            # The ones to be deleted are named too: whoever continues deletes what a kill here has left.
+            replace(state, checkpoints=written, has_optimizer=optimizer is not None),
+            [number for number in written if number not in kept],
             _Job(lambda: self._writer.write_part(partial, tensors, rank)),
             "write the tensors of the checkpoint",
         )
         if not self._asynchronous:
             self.wait()
+        return replace(state, checkpoints=tuple(kept))
 
     def poll(self) -> None:
         """Go on with a save whose stage is over on all ranks; call it between steps.
@@ -170,7 +204,12 @@ class CheckpointSaver:
         pending, self._pending = self._pending, None
         assert pending is not None
         partial = partial_path(pending.final)
-        results = _together(pending.job, pending.what, pending.final if pending.is_last else partial)
+        try:
+            results = _together(pending.job, pending.what, pending.final if pending.is_last else partial)
+        except SaveError:
+            if dist.get_rank() == 0:
+                shutil.rmtree(partial, ignore_errors=True)  # no rank writes any more; it may have filled the disk
+            raise
         if pending.is_last:
             self._say(f"saved {pending.final}")
             return
@@ -180,7 +219,10 @@ class CheckpointSaver:
             self._writer.complete(partial, results, pending.state.iteration)
             self._writer.sync(partial)
             publish(pending.final)
+            if pending.state.best_iteration is not None:
+                write_tracker(self._root, str(pending.state.best_iteration), BEST_TRACKER)
             self._writer.after(pending.final)
+            delete_checkpoints(self._root, pending.surplus, self._say)
 
         job = _Job(complete if dist.get_rank() == 0 else _nothing)
         self._pending = replace(pending, job=job, what="complete the checkpoint", is_last=True)

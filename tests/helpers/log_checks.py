@@ -115,7 +115,7 @@ def save_with_fault(
     )
     model: Any = SimpleNamespace(config=SimpleNamespace(bf16=False))
     state = TrainState(iteration=iteration, optimizer_steps=iteration)
-    saver = saving.CheckpointSaver(Path(root), writer, asynchronous=asynchronous, say=done.append)
+    saver = saving.CheckpointSaver(Path(root), writer, total_limit=None, asynchronous=asynchronous, say=done.append)
     with (
         mock.patch.object(saving, "unwrapped", lambda model: model),
         mock.patch.object(saving, "weights_held", lambda models: []),
@@ -161,7 +161,7 @@ def save_beside_steps(root: str, slow_rank: int) -> list[str]:
         lambda directory: None,
     )
     model: Any = SimpleNamespace(config=SimpleNamespace(bf16=False))
-    saver = saving.CheckpointSaver(Path(root), writer, asynchronous=True, say=lambda text: None)
+    saver = saving.CheckpointSaver(Path(root), writer, total_limit=None, asynchronous=True, say=lambda text: None)
     seen = []
     tracker = Path(root) / "latest_checkpointed_iteration.txt"
     with (

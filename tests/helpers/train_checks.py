@@ -242,13 +242,14 @@ class _NotingSaver:
     def __init__(self, story: list[str], stop: Any, stop_in_save: int) -> None:
         self._story, self._stop, self._stop_in_save = story, stop, stop_in_save
 
-    def save(self, state: Any, chunks: Any, optimizer: Any) -> None:
+    def save(self, state: Any, chunks: Any, optimizer: Any) -> Any:
         moments = "with" if optimizer else "without"
         self._story.append(
             f"save {state.iteration} {state.consumed_samples} {state.stopped_by or '-'} {moments} moments"
         )
         if state.iteration == self._stop_in_save:
             self._stop.set(signal.SIGUSR1)
+        return state
 
     def mark_stopped(self, state: Any) -> None:
         self._story.append(f"mark {state.iteration} {state.stopped_by}")
@@ -317,6 +318,8 @@ def loop_story(
         eval_interval=eval_interval,
         save_interval=save_interval,
         save_optimizer=stop_at > 0,
+        metric_for_best_model="",
+        greater_is_better=False,
     )
 
     def evaluate(model: Any, batch: Any) -> tuple[float, int]:

@@ -43,6 +43,18 @@ def test_nothing_to_continue(write_checkpoint: WriteCheckpoint, tmp_path: Path) 
     assert find_resume_point(config(tmp_path)) is None
 
 
+def test_a_checkpoint_that_a_killed_run_was_replacing_is_put_back(
+    write_checkpoint: WriteCheckpoint, tmp_path: Path
+) -> None:
+    folder = write_checkpoint(tmp_path, 4)
+    folder.rename(tmp_path / ".iter_0000004.replaced")
+    point = find_resume_point(config(tmp_path))
+    assert point is not None and point.directory == folder
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="iter_0000004 does not exist"):
+        find_resume_point(config(tmp_path))
+
+
 def test_never_and_path(write_checkpoint: WriteCheckpoint, tmp_path: Path) -> None:
     first, second = write_checkpoint(tmp_path / "out", 4), write_checkpoint(tmp_path / "out", 8)
     assert find_resume_point(config(tmp_path / "out", resume="never")) is None

@@ -156,7 +156,7 @@ def test_an_async_save_is_of_its_own_step(tmp_path: Path, slow_rank: int) -> Non
     """B56: a slow writer, a save at 2, steps up to 5: no tracker before all files are there, then one that says 2."""
     assert pool(2).run(save_beside_steps, root=str(tmp_path), slow_rank=slow_rank) == [["", "", "", "", "", "2"]] * 2
     saved = tmp_path / "iter_0000002"
-    assert TrainState.read(saved) == TrainState(iteration=2, has_optimizer=False)
+    assert TrainState.read(saved) == TrainState(iteration=2, has_optimizer=False, checkpoints=(2,))
     assert [(saved / f"rank_{rank}").read_text() for rank in (0, 1)] == ["[2.0, 2.0, 2.0]"] * 2
     assert {path.name for path in tmp_path.iterdir()} == {TRACKER, "iter_0000002"}
 
@@ -171,7 +171,8 @@ def test_a_save_is_whole_and_named_last(tmp_path: Path) -> None:
     assert {path.name for path in root.iterdir()} == {TRACKER, "iter_0000003", "iter_0000006"}
     assert (root / TRACKER).read_text() == "6"
     assert (root / "iter_0000006" / "sides").read_text() == "6 part 0 part 1"
-    assert TrainState.read(root / "iter_0000006") == TrainState(iteration=6, optimizer_steps=6, has_optimizer=False)
+    expected = TrainState(iteration=6, optimizer_steps=6, has_optimizer=False, checkpoints=(6,))
+    assert TrainState.read(root / "iter_0000006") == expected
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
@@ -201,6 +202,7 @@ def test_a_failed_save_is_told_on_every_rank_and_leaves_no_checkpoint(
     assert first.startswith(f"{what}; seen: rank {on_rank}, {tmp_path}/")
     assert "OSError: no space left on device" in first
     assert visible(tmp_path) == {"iter_0000003": WHOLE}
+    assert {path.name for path in tmp_path.iterdir()} <= {TRACKER, "iter_0000003"}, "its bytes are given back"
     assert (tmp_path / TRACKER).read_text() == "3"
     assert save(tmp_path, 6) == ["", ""], "what a failed save has left is no obstacle"
     assert visible(tmp_path) == {"iter_0000003": WHOLE, "iter_0000006": WHOLE}
