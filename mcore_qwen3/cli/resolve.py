@@ -157,7 +157,7 @@ def resolve(parsed: ParsedRun, world_size: int, environ: Mapping[str, str] = os.
     _check_transformer_impl(config, device)
     check_moe(config, shape, layout, device)
     filled, notes = _fill(parsed, shape, layout, device, environ)
-    resume = find_resume_point(filled)
+    resume = find_resume_point(filled, environ)
     if resume is not None:
         if config.checkpoint.use_checkpoint_opt_param_scheduler:
             filled = with_saved_schedule(filled, resume.directory)

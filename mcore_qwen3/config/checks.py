@@ -20,6 +20,7 @@ def check(config: RunConfig, command: str) -> None:
     check_schedule(config)
     _check_capacity(config)
     _check_best(config)
+    _check_restarts(config)
     if config.model.recompute_granularity == "selective" and not config.model.recompute_modules:
         raise ConfigError("selective recompute needs a module", seen="recompute_modules is empty", fix="name core_attn")
 
@@ -90,6 +91,15 @@ def check_schedule(config: RunConfig) -> None:
             "the warm-up must be shorter than the decay",
             seen=f"--lr_warmup_iters {warmup}, {source} {decay}",
             fix=f"--lr_warmup_iters {decay - 1} or less, or a larger --{source}",
+        )
+
+
+def _check_restarts(config: RunConfig) -> None:
+    if config.launch.max_restarts and config.checkpoint.no_save_optim and not config.checkpoint.no_load_optim:
+        raise ConfigError(
+            "a restart continues from a checkpoint, which needs the optimizer state",
+            seen=f"--max_restarts {config.launch.max_restarts} --no_save_optim true",
+            fix="drop one of the two, or add --no_load_optim true to go on with moments at zero",
         )
 
 

@@ -32,3 +32,8 @@ class TrainFlags:
     seed: int = flag(42, "seed of the data order and of everything random", at_least=0)
     exit_grace: int = flag(900, "seconds the ranks get to save after a stop signal", at_least=0)
     exit_code_on_signal: int = flag(0, "exit code after a signal stopped and saved the run", at_least=0, at_most=255)
+    exit_duration_in_mins: float = flag(
+        0.0,
+        "minutes after the start of the command at which the run saves and ends, with exit code 0; 0: no limit",
+        at_least=0,
+    )

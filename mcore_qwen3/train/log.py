@@ -157,6 +157,17 @@ class TrainLog:
         text = f"eval loss {loss:.4f}, perplexity {perplexity:.3f}, accuracy {100 * accuracy:.2f} %"
         self.event(iteration, "eval", f"{text} ({trained_tokens:,} tokens)", **metrics, trained_tokens=trained_tokens)
 
+    def restart(self, iteration: int, number: int, reason: str) -> None:
+        """Record that all ranks were started again.
+
+        Args:
+            iteration: the step from which the run goes on.
+            number: how often this has happened to the job.
+            reason: why the last start failed.
+        """
+        if self._active:
+            self._write({"event": "restart", "iteration": iteration, "restart": number, "reason": reason})
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Around work that is no step: its time does not count in the time left."""

@@ -16,7 +16,7 @@ from mcore_qwen3.data.batches import StepBatch
 from mcore_qwen3.runtime.device import Device, current_device, memory_gib
 from mcore_qwen3.train.evaluation import EvalSums, evaluate_step
 from mcore_qwen3.train.finite import check_weights
-from mcore_qwen3.train.guards import LOST, Guards
+from mcore_qwen3.train.guards import LOST, Guards, SkippedStepsError
 from mcore_qwen3.train.log import TrainLog
 from mcore_qwen3.train.optimizer import Chunks, NonFiniteError
 from mcore_qwen3.train.saving import CheckpointSaver
@@ -58,6 +58,7 @@ class Parts:
         batches: the steps of this rank from `state.consumed_samples` on.
         evaluation: gives the fixed evaluation batches, None without validation data.
         saver: writes the checkpoints.
+        enter: tells what begins now, and the last finished step, to whoever watches for hangs.
     """
 
     device: Device
@@ -67,24 +68,33 @@ class Parts:
     batches: Iterator[StepBatch]
     evaluation: Callable[[], Iterator[StepBatch]] | None
     saver: CheckpointSaver
+    enter: Callable[[str, int], None]
     log: TrainLog
 
 
 class StopRequest:
-    """A signal's wish to save and stop, agreed on by all ranks: it may reach them at different steps."""
+    """A wish to save and stop, agreed on by all ranks: signals and time limits reach them at different steps.
 
-    def __init__(self) -> None:
-        self._signal = 0
+    Args:
+        time_limit: time.monotonic() on this machine after which the run has to end; None: no limit.
+    """
+
+    _NAMES = ("", "exit_duration_in_mins", "SIGUSR1", "SIGINT", "SIGTERM")  # the later ones overrule the earlier ones
+
+    def __init__(self, time_limit: float | None = None) -> None:
+        self._signal, self._time_limit = "", time_limit
 
     def set(self, signum: int) -> None:
         """Remember the signal; called from a signal handler."""
-        self._signal = signum
+        self._signal = signal.Signals(signum).name
 
     def agreed(self) -> str:
-        """The signal's name if any rank has one, else "". Collective."""
-        number = torch.tensor(self._signal, dtype=torch.int32, device=current_device())
-        dist.all_reduce(number, op=dist.ReduceOp.MAX)
-        return signal.Signals(int(number)).name if int(number) else ""
+        """Why some rank wants to stop: a signal's name or "exit_duration_in_mins"; else "". Collective."""
+        late = self._time_limit is not None and time.monotonic() > self._time_limit
+        mine = self._signal or ("exit_duration_in_mins" if late else "")
+        place = torch.tensor(self._NAMES.index(mine), dtype=torch.int32, device=current_device())
+        dist.all_reduce(place, op=dist.ReduceOp.MAX)
+        return self._NAMES[int(place)]
 
 
 def train(plan: Plan, parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
@@ -100,7 +110,7 @@ def train(plan: Plan, parts: Parts, state: TrainState, stop: StopRequest) -> Tra
     """
     try:
         state = _steps(plan, parts, state, stop)
-    except NonFiniteError:
+    except (NonFiniteError, SkippedStepsError):
         parts.saver.wait()  # raised on every rank, and what is still being written is of an earlier, good step
         raise
     parts.saver.wait()
@@ -108,12 +118,14 @@ def train(plan: Plan, parts: Parts, state: TrainState, stop: StopRequest) -> Tra
 
 
 def _steps(plan: Plan, parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
-    state = replace(state, stopped_by="")  # why an earlier run ended does not end this one
+    # Why an earlier run ended does not end this one, unless it had done all: a rank may die after the last save.
+    state = replace(state, stopped_by="end" if state.iteration >= plan.train_iters else "")
     state = state.compared_by(plan.metric_for_best_model)
     guards = Guards(parts.chunks, parts.log, plan.max_skipped_iters)
-    if plan.eval_on_start and parts.evaluation is not None:
+    if plan.eval_on_start and parts.evaluation is not None and not state.stopped_by:
         evaluate(parts, state.iteration)
-    while state.iteration < plan.train_iters and not state.stopped_by:
+    while not state.stopped_by:
+        parts.enter("waiting for data", state.iteration)
         state = _one_step(plan, parts, state, guards)
         parts.saver.poll()
         at_end = state.iteration == plan.train_iters
@@ -122,8 +134,12 @@ def _steps(plan: Plan, parts: Parts, state: TrainState, stop: StopRequest) -> Tr
             metrics = evaluate(parts, state.iteration)
         state = replace(state, stopped_by="end" if at_end else stop.agreed())
         if state.stopped_by or state.iteration % plan.save_interval == 0:
+            parts.enter("save", state.iteration)
             check_weights(parts.chunks, LOST)  # a weight that no token met since it went bad
             state = _save(plan, parts, state, metrics)
+            if not state.stopped_by and (late := stop.agreed()):  # it came during the save, which need not be repeated
+                state = replace(state, stopped_by=late)
+                parts.saver.mark_stopped(state)
     return state
 
 

@@ -188,6 +188,22 @@ class CheckpointSaver:
             self._pending.job.join()
             self._advance()
 
+    def mark_stopped(self, state: TrainState) -> None:
+        """Write into the checkpoint of this state, which was saved last, why the run ends with it.
+
+        Raises:
+            SaveError: as `save`.
+        """
+        self.wait()
+        final = self._root / iteration_name(state.iteration)
+
+        def mark() -> None:
+            replace(TrainState.read(final), stopped_by=state.stopped_by).write(final)
+
+        job = _Job(mark if dist.get_rank() == 0 else _nothing)
+        job.join()
+        _together(job, "write why the run stopped", final)
+
     def _advance(self) -> None:
         """End a stage that is over on this rank, and start the next one."""
         pending, self._pending = self._pending, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -68,8 +69,13 @@ class TrainState:
         return replace(self, best_metric=value, best_iteration=self.iteration)
 
     def write(self, directory: Path) -> None:
-        """Write `train_state.json`."""
-        (directory / FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")
+        """Write `train_state.json` in one move: a finished checkpoint always has one."""
+        temporary = directory / f".{FILE}.partial"
+        with open(temporary, "w") as handle:
+            handle.write(json.dumps(asdict(self), indent=2) + "\n")
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(temporary, directory / FILE)
 
     @staticmethod
     def read(directory: Path) -> TrainState:

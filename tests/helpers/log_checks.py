@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,8 +82,13 @@ def plotted_lines(directory: str) -> tuple[bytes, dict[str, list[list[float]]]]:
     return picture.read_bytes()[:8], drawn
 
 
-def save_with_fault(root: str, iteration: int, fault: str, on_rank: int, *, asynchronous: bool) -> str:
-    """Save a run of no tensors; one rank fails at "create", "tensors" or "sides". Returns the error, or ""."""
+def save_with_fault(
+    root: str, iteration: int, fault: str, on_rank: int, *, asynchronous: bool, stopped_by: str = ""
+) -> str:
+    """Save a run of no tensors; one rank fails at "create", "tensors" or "sides". Returns the error, or "".
+
+    `stopped_by`: why the run is told to have ended as soon as the save is begun.
+    """
     import torch.distributed as dist
 
     from mcore_qwen3.train import checkpoint, saving
@@ -120,6 +126,8 @@ def save_with_fault(root: str, iteration: int, fault: str, on_rank: int, *, asyn
     ):
         try:
             saver.save(state, [model], None)
+            if stopped_by:
+                saver.mark_stopped(replace(state, stopped_by=stopped_by))
             saver.wait()
         except checkpoint.SaveError as error:
             return str(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from types import SimpleNamespace
@@ -78,13 +79,14 @@ def scheduler_curve(style: str, lr: float, min_lr: float, warmup: int, decay: in
     return curve
 
 
-def stop_requests(signals_by_rank: list[int]) -> str:
-    """What the ranks agree on when each got the signal of its place (0 = none)."""
+def stop_requests(signals_by_rank: list[int], late_rank: int | None = None) -> str:
+    """What the ranks agree on when each got the signal of its place (0 = none), and one is past its time limit."""
     import torch.distributed as dist
 
     from mcore_qwen3.train.loop import StopRequest
 
-    stop = StopRequest()
+    now = time.monotonic()
+    stop = StopRequest(now if dist.get_rank() == late_rank else now + 3600)
     signum = signals_by_rank[dist.get_rank()]
     if not signum:
         return stop.agreed()
@@ -234,17 +236,49 @@ def bad_step(model_dir: str, rows: list[Sample], fault: str) -> dict[str, Any]:
     return {"result": fields, "error": message, "changed": changed(chunks, before)}
 
 
+class _NotingSaver:
+    """Notes what it is asked for; a signal comes during one save."""
+
+    def __init__(self, story: list[str], stop: Any, stop_in_save: int) -> None:
+        self._story, self._stop, self._stop_in_save = story, stop, stop_in_save
+
+    def save(self, state: Any, chunks: Any, optimizer: Any) -> Any:
+        moments = "with" if optimizer else "without"
+        self._story.append(
+            f"save {state.iteration} {state.consumed_samples} {state.stopped_by or '-'} {moments} moments"
+        )
+        if state.iteration == self._stop_in_save:
+            self._stop.set(signal.SIGUSR1)
+        return state
+
+    def mark_stopped(self, state: Any) -> None:
+        self._story.append(f"mark {state.iteration} {state.stopped_by}")
+
+    def poll(self) -> None:
+        self._story.append("poll")
+
+    def wait(self) -> None:
+        self._story.append("wait")
+
+
 def loop_story(
     directory: str,
     train_iters: int,
     eval_interval: int,
     save_interval: int,
     stop_at: int,
+    *,
     eval_on_start: bool = False,
     bad_at: int = 0,
+    stop_in_save: int = 0,
+    time_limit: float | None = None,
+    watched: bool = False,
     **state_before: Any,
 ) -> list[str]:
-    """What the training loop does in which order, with steps, evaluation and saving replaced by notes."""
+    """What the training loop does in which order, with steps, evaluation and saving replaced by notes.
+
+    `stop_at`: a signal comes in that step. `stop_in_save`: it comes during that step's save. `watched`: note the phases.
+    """
     from pathlib import Path
     from unittest import mock
 
@@ -258,8 +292,12 @@ def loop_story(
     from mcore_qwen3.train.step import StepResult
 
     story: list[str] = []
-    stop = loop.StopRequest()
+    stop = loop.StopRequest(time_limit)
     batch = SimpleNamespace(global_tokens=10)
+
+    def enter(phase: str, iteration: int) -> None:
+        if watched:
+            story.append(f"{phase} after {iteration}")
 
     def step(model: Any, optimizer: Any, batch: Any, lr: float) -> StepResult:
         story.append(f"step lr {lr:.1f}")
@@ -270,18 +308,6 @@ def loop_story(
             raise NonFiniteError("the loss must be finite")
         return StepResult(1.0, 5, {}, 0.5)
 
-    class Saver:
-        def save(self, state: TrainState, chunks: Any, optimizer: Any) -> TrainState:
-            moments = "with" if optimizer else "without"
-            story.append(f"save {state.iteration} {state.consumed_samples} {state.stopped_by or '-'} {moments} moments")
-            return state
-
-        def poll(self) -> None:
-            story.append("poll")
-
-        def wait(self) -> None:
-            story.append("wait")
-
     parts: Any = loop.Parts(
         device=cpu(),
         chunks=None,  # type: ignore[arg-type]
@@ -289,7 +315,8 @@ def loop_story(
         schedule=LearningRate(lr=10.0, min_lr=0.0, style="linear", warmup_iters=0, decay_iters=10),
         batches=iter([batch] * train_iters),  # type: ignore[list-item]
         evaluation=lambda: iter([batch, batch]),  # type: ignore[list-item]
-        saver=Saver(),  # type: ignore[arg-type]
+        saver=_NotingSaver(story, stop, stop_in_save),  # type: ignore[arg-type]
+        enter=enter,
         log=TrainLog(Path(directory), train_iters, 1, active=False, start_iteration=0),
     )
     plan = loop.Plan(

@@ -85,6 +85,7 @@ DEFAULTS: dict[str, tuple[object, ...]] = {
     "seed": (42,),
     "exit_grace": (900, "no such flag", "a stop signal saves first"),
     "exit_code_on_signal": (0, "no such flag", "a stop signal saves first"),
+    "exit_duration_in_mins": (0.0, "no such flag", "Megatron's; unset there"),
     "lr": (1e-5,),
     "min_lr": (0.0,),
     "lr_decay_style": ("cosine",),
@@ -112,6 +113,9 @@ DEFAULTS: dict[str, tuple[object, ...]] = {
     "resume": ("auto", "no such flag", "the same command continues a run"),
     "device": ("auto", "no such flag", "runs on CPU too"),
     "dry_run": (False, "no such flag", "prints the plan"),
+    "max_restarts": (0, "no such flag", "torchrun's own restarts are not used"),
+    "step_timeout": (0.0, "no such flag", "what is too long depends on the model"),
+    "distributed_timeout_minutes": (30.0, 300000, "ms-swift's ddp_timeout, in seconds, is for ever"),
 }
 
 
