@@ -15,10 +15,10 @@ from megatron.core.optimizer import ChainedOptimizer
 from mcore_qwen3.data.batches import StepBatch
 from mcore_qwen3.runtime.device import Device, current_device, memory_gib
 from mcore_qwen3.train.evaluation import EvalSums, evaluate_step
-from mcore_qwen3.train.finite import check_weights
+from mcore_qwen3.train.finite import NonFiniteError, check_weights
 from mcore_qwen3.train.guards import LOST, Guards, SkippedStepsError
 from mcore_qwen3.train.log import TrainLog
-from mcore_qwen3.train.optimizer import Chunks, NonFiniteError
+from mcore_qwen3.train.optimizer import Chunks
 from mcore_qwen3.train.saving import CheckpointSaver
 from mcore_qwen3.train.schedule import LearningRate
 from mcore_qwen3.train.state import TrainState

@@ -285,8 +285,8 @@ def loop_story(
     from mcore_qwen3.runtime.device import cpu
     from mcore_qwen3.train import loop
     from mcore_qwen3.train.evaluation import EvalSums
+    from mcore_qwen3.train.finite import NonFiniteError
     from mcore_qwen3.train.log import TrainLog
-    from mcore_qwen3.train.optimizer import NonFiniteError
     from mcore_qwen3.train.schedule import LearningRate
     from mcore_qwen3.train.state import TrainState
     from mcore_qwen3.train.step import StepResult
