@@ -232,7 +232,7 @@ def _by_key(sizes: Iterable[str], shape: ModelShape) -> Stored:
     are (`shape.is_mixed`), these names are the keys; elsewhere they are put together.
     """
     names = set(sizes)
-    stored = {name: (name,) for name in names} if shape.is_mixed else _layers_together(names, shape)
+    stored: Stored = {name: (name,) for name in names} if shape.is_mixed else _layers_together(names, shape)
     for alias, key in key_aliases(shape).items():
         if alias in stored and key not in stored:
             stored[key] = stored.pop(alias)
