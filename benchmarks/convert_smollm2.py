@@ -7,10 +7,10 @@ Every expert is a copy of the dense MLP (4 experts, top 2, norm_topk_prob true),
 which is random. Query and key norms, which the original lacks, have weight 1. So the dense model in fp64 says what is right,
 and both fp32 results can be held against it. Input: real text of `make setup`, chats in the model's own template.
 
-Two inputs are shown only. From its tenth layer on, one token of a sequence has 24,000 in its residual stream, where fp32
-numbers are 0.002 apart, and the last layer takes it away again: what rounding has left reaches this token's logits. Where the
-text does not begin as the model's training did, that is up to 5e-3, whoever computes it, and differs with every order of
-summation; all other tokens stay near 3e-5.
+Two inputs are shown only. From the twelfth of 30 layers on the residual stream reaches 24,000, where fp32 numbers are 0.002
+apart, and the last layers take that away again: what rounding has left reaches the logits of a token where it stood. For some
+beginnings of a sequence that is up to 5e-3, whoever computes it, and another number with every order of summation; the median
+of all tokens stays near 3e-5.
 """
 
 from __future__ import annotations
