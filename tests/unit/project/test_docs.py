@@ -20,6 +20,7 @@ PAGES = [
     "docs/data.md",
     "docs/differences-from-ms-swift.md",
     "docs/numbers.md",
+    "docs/stops-and-restarts.md",
 ]
 DIFFERENCES = "docs/differences-from-ms-swift.md"
 
