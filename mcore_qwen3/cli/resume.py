@@ -84,12 +84,33 @@ def _resume_directory(config: RunConfig, choice: str) -> Path | None:
         return None
     if choice == "auto":
         root = Path(str(config.checkpoint.save))
-        directory = iteration_directory(root) if (root / TRACKER).is_file() else None
-        return None if directory is None or directory.name == "release" else directory
+        if not (root / TRACKER).is_file():
+            _check_no_run(root)
+            return None
+        directory = iteration_directory(root)
+        return None if directory.name == "release" else directory
     path = Path(choice)
     if not path.is_dir():
         raise ConfigError("--resume names auto, never, or the folder of a checkpoint", seen=f"no folder {choice}")
     return iteration_directory(path) if (path / TRACKER).is_file() else path
+
+
+def _check_no_run(root: Path) -> None:
+    """Refuse to start again from step 0 beside checkpoints that only lack their tracker file.
+
+    A run that is killed in the last moment of its very first save leaves one like that: it is written again.
+
+    Raises:
+        ConfigError: a run has saved there more than once.
+    """
+    for state in sorted(root.glob("iter_*/train_state.json"), reverse=True):
+        if len(json.loads(state.read_text(encoding="utf-8")).get("checkpoints", ())) > 1:
+            iteration = state.parent.name.removeprefix("iter_").lstrip("0")
+            raise ConfigError(
+                f"a save directory with checkpoints needs its tracker file {TRACKER}",
+                seen=f"{state.parent}, but no {root / TRACKER}",
+                fix=f"write {iteration} into it, or --resume {state.parent}, --resume never, or another --save",
+            )
 
 
 def check_optimizer_state(config: RunConfig, point: ResumePoint) -> None:

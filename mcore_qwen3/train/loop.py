@@ -14,7 +14,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from mcore_qwen3.data.batches import StepBatch
 from mcore_qwen3.runtime.device import Device, current_device, memory_gib
 from mcore_qwen3.train.log import TrainLog
-from mcore_qwen3.train.optimizer import Chunks
+from mcore_qwen3.train.optimizer import Chunks, NonFiniteError
 from mcore_qwen3.train.saving import CheckpointSaver
 from mcore_qwen3.train.schedule import LearningRate
 from mcore_qwen3.train.state import TrainState
@@ -99,6 +99,16 @@ def train(plan: Plan, parts: Parts, state: TrainState, stop: StopRequest) -> Tra
         NonFiniteError: loss or gradient norm is not finite; the last checkpoint is untouched.
         SaveError: a checkpoint could not be written.
     """
+    try:
+        state = _steps(plan, parts, state, stop)
+    except NonFiniteError:
+        parts.saver.wait()  # raised on every rank, and what is still being written is of an earlier, good step
+        raise
+    parts.saver.wait()
+    return state
+
+
+def _steps(plan: Plan, parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
     # Why an earlier run ended does not end this one, unless it had done all: a rank may die after the last save.
     state = replace(state, stopped_by="end" if state.iteration >= plan.train_iters else "")
     state = state.compared_by(plan.metric_for_best_model)
@@ -117,7 +127,6 @@ def train(plan: Plan, parts: Parts, state: TrainState, stop: StopRequest) -> Tra
             if not state.stopped_by and (late := stop.agreed()):  # it came during the save, which need not be repeated
                 state = replace(state, stopped_by=late)
                 parts.saver.mark_stopped(state)
-    parts.saver.wait()
     return state
 
 

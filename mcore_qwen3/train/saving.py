@@ -160,6 +160,11 @@ class CheckpointSaver:
             self.wait()
         return replace(state, checkpoints=tuple(kept))
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether a save is not over yet; the same on every rank."""
+        return self._pending is not None
+
     def poll(self) -> None:
         """Go on with a save whose stage is over on all ranks; call it between steps.
 

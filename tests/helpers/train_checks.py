@@ -271,11 +271,13 @@ def loop_story(
     stop_in_save: int = 0,
     time_limit: float | None = None,
     watched: bool = False,
+    bad_at: int = 0,
     **state_before: Any,
 ) -> list[str]:
     """What the training loop does in which order, with steps, evaluation and saving replaced by notes.
 
-    `stop_at`: a signal comes in that step. `stop_in_save`: it comes during that step's save. `watched`: note the phases.
+    `stop_at`: a signal comes in that step. `stop_in_save`: it comes during that step's save. `bad_at`: that step fails.
+    `watched`: note the phases.
     """
     from pathlib import Path
     from unittest import mock
@@ -283,6 +285,7 @@ def loop_story(
     from mcore_qwen3.runtime.device import cpu
     from mcore_qwen3.train import loop
     from mcore_qwen3.train.log import TrainLog
+    from mcore_qwen3.train.optimizer import NonFiniteError
     from mcore_qwen3.train.schedule import LearningRate
     from mcore_qwen3.train.state import TrainState
     from mcore_qwen3.train.step import StepResult
@@ -297,8 +300,11 @@ def loop_story(
 
     def step(model: Any, optimizer: Any, batch: Any, lr: float) -> StepResult:
         story.append(f"step lr {lr:.1f}")
-        if len([line for line in story if line.startswith("step")]) == stop_at:
+        number = len([line for line in story if line.startswith("step")])
+        if number == stop_at:
             stop.set(signal.SIGTERM)
+        if number == bad_at:
+            raise NonFiniteError("the loss must be finite")
         return StepResult(1.0, 5, {}, 0.5)
 
     parts: Any = loop.Parts(
@@ -328,6 +334,9 @@ def loop_story(
 
     replaced: dict[str, Callable] = {"train_step": step, "evaluate_step": evaluate}
     with mock.patch.multiple(loop, **replaced):
-        state = loop.train(plan, parts, TrainState(**state_before), stop)
+        try:
+            state = loop.train(plan, parts, TrainState(**state_before), stop)
+        except NonFiniteError as error:
+            return [*story, str(error)]
     story.append(f"stopped by {state.stopped_by} after {state.iteration}, {state.trained_tokens} trained")
     return story

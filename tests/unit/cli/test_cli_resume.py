@@ -1,5 +1,6 @@
 """Which earlier checkpoint a run continues."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,6 +42,22 @@ def test_nothing_to_continue(write_checkpoint: WriteCheckpoint, tmp_path: Path) 
     (tmp_path / "release").mkdir()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
     assert find_resume_point(config(tmp_path)) is None
+
+
+def test_a_lost_tracker_is_told(write_checkpoint: WriteCheckpoint, tmp_path: Path) -> None:
+    for iteration, written in ((4, [4]), (8, [4, 8])):
+        folder = write_checkpoint(tmp_path, iteration, tracker=False)
+        state = {"iteration": iteration, "has_optimizer": True, "checkpoints": written}
+        (folder / "train_state.json").write_text(json.dumps(state))
+        if iteration == 4:  # killed between the first checkpoint's name and the tracker
+            assert find_resume_point(config(tmp_path)) is None
+    with pytest.raises(ConfigError, match="needs its tracker file") as caught:
+        find_resume_point(config(tmp_path))
+    for part in (str(folder), "write 8 into it", f"--resume {folder}", "--resume never"):
+        assert part in str(caught.value)
+    assert find_resume_point(config(tmp_path, resume="never")) is None
+    point = find_resume_point(config(tmp_path, resume=str(folder)))
+    assert point is not None and point.iteration == 8
 
 
 def test_a_checkpoint_that_a_killed_run_was_replacing_is_put_back(

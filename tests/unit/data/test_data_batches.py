@@ -15,18 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.prepared import MAX_LENGTH, PAD, prepared_data
 
 from mcore_qwen3.arch import BatchPlan, resolve_batch
 from mcore_qwen3.data.batches import StepBatch, eval_batches, train_batches
-from mcore_qwen3.data.cache import open_or_build, write_rows, write_samples
 from mcore_qwen3.data.micro_batch import MicroBatch, build_micro_batch
 from mcore_qwen3.data.order import permutation
-from mcore_qwen3.data.pack import one_a_row, pack
-from mcore_qwen3.data.prepare import Prepared, load_prepared
+from mcore_qwen3.data.prepare import Prepared
 from mcore_qwen3.data.reader import Sample, SplitReader
-
-PAD = 99
-MAX_LENGTH = 16
 
 
 def make_samples(number: int, seed: int = 0) -> list[Sample]:
@@ -39,44 +35,6 @@ def make_samples(number: int, seed: int = 0) -> list[Sample]:
         mask[int(rng.integers(1, length)) :] = 1
         samples.append((np.arange(100 * index, 100 * index + length, dtype=np.int32) + 100, mask))
     return samples
-
-
-def prepared_data(
-    tmp_path: Path, samples: Sequence[Sample], *, packing: bool, row_multiple: int = 1, sample_multiple: int = 1
-) -> Prepared:
-    """A cache folder with `samples` as the training and as the validation split."""
-    lengths = np.array([len(ids) for ids, _ in samples], dtype=np.int64)
-    trained = sum(int(mask.sum()) for _, mask in samples)
-
-    def build(folder: Path) -> dict[str, object]:
-        write_samples(folder, [ids for ids, _ in samples], [mask for _, mask in samples], [lengths])
-        padded = -(-lengths // sample_multiple) * sample_multiple
-        capacity = -(-MAX_LENGTH // sample_multiple) * sample_multiple
-        order, starts = pack(padded, capacity) if packing else one_a_row(len(samples))
-        splits = {}
-        for name in ("train", "validation"):
-            write_rows(folder, name, order, starts)
-            splits[name] = {
-                "name": name,
-                "samples": len(samples),
-                "rows": len(starts) - 1,
-                "tokens": int(lengths.sum()),
-                "trained_tokens": trained,
-            }
-        return {
-            **splits,
-            "packing": packing,
-            "max_length": MAX_LENGTH,
-            "row_multiple": row_multiple,
-            "sample_multiple": sample_multiple,
-            "pad_token_id": PAD,
-            "largest_token_id": 10_000,
-            "table": [],
-            "report": [],
-        }
-
-    key = f"{packing}-{row_multiple}-{sample_multiple}-{len(samples)}"
-    return load_prepared(open_or_build(tmp_path, key, build)[0])
 
 
 def steps(prepared: Prepared, plan: BatchPlan, number: int, *, rank: int = 0, consumed: int = 0) -> list[StepBatch]:

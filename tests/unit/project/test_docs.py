@@ -15,6 +15,7 @@ PAGES = [
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "docs/checkpoints.md",
     "docs/convert.md",
     "docs/layouts.md",
     "docs/data.md",

@@ -114,6 +114,18 @@ def test_who_watches_is_told_what_begins(tmp_path: Path) -> None:
     ]
 
 
+def test_a_save_that_is_pending_outlives_a_bad_step(tmp_path: Path) -> None:
+    args = {"directory": str(tmp_path), "train_iters": 5, "eval_interval": 9, "save_interval": 1}
+    assert pool(1).run(loop_story, **args, stop_at=0, bad_at=2)[0] == [
+        "step lr 10.0",
+        "poll",
+        "save 1 4 - without moments",
+        "step lr 9.0",
+        "wait",
+        "the loss must be finite",
+    ]
+
+
 def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
     args = {"directory": str(tmp_path), "train_iters": 5, "eval_interval": 9, "save_interval": 9}
     assert pool(1).run(loop_story, **args, stop_at=0, iteration=3, consumed_samples=12, stopped_by="SIGTERM")[0] == [
