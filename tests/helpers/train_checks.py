@@ -277,7 +277,8 @@ def loop_story(
 ) -> list[str]:
     """What the training loop does in which order, with steps, evaluation and saving replaced by notes.
 
-    `stop_at`: a signal comes in that step. `stop_in_save`: it comes during that step's save. `watched`: note the phases.
+    `stop_at`: a signal comes in that step. `stop_in_save`: it comes during that step's save. `bad_at`: that step fails.
+    `watched`: note the phases.
     """
     from pathlib import Path
     from unittest import mock

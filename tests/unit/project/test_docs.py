@@ -22,6 +22,7 @@ PAGES = [
     "docs/guards.md",
     "docs/differences-from-ms-swift.md",
     "docs/numbers.md",
+    "docs/stops-and-restarts.md",
 ]
 DIFFERENCES = "docs/differences-from-ms-swift.md"
 
