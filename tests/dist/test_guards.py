@@ -47,28 +47,28 @@ def run(layout: Layout, **arguments: Any) -> list[dict[str, Any]]:
     return ranks
 
 
-# Layout, the rank with the bad weight, its layer of 4, and the column that is 3 on that rank in the whole tensor:
-# the output projection's columns are split over TP (64 of them).
+# Layout, the ranks with a bad weight, and of the first in the model its layer of 4 and the column that is 3 on that rank
+# in the whole tensor: the output projection's columns are split over TP (64 of them).
 BAD_WEIGHTS = [
-    (Layout(), 0, 3, 3),
-    (Layout(tensor=2), 1, 3, 32 + 3),
-    (Layout(pipeline=2), 0, 1, 3),
-    (Layout(pipeline=2), 1, 3, 3),
-    (Layout(pipeline=2, virtual=2), 0, 2, 3),
-    (Layout(data=2, expert=2), 1, 3, 3),
+    (Layout(), (0,), 3, 3),
+    (Layout(tensor=2), (1,), 3, 32 + 3),
+    (Layout(pipeline=2), (0, 1), 1, 3),
+    (Layout(pipeline=2), (1,), 3, 3),
+    (Layout(pipeline=2, virtual=2), (0,), 2, 3),
+    (Layout(data=2, expert=2), (1,), 3, 3),
 ]
 
 
-@pytest.mark.parametrize(("layout", "on_rank", "layer", "column"), BAD_WEIGHTS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("layout", "on_ranks", "layer", "column"), BAD_WEIGHTS, ids=lambda value: str(value))
 def test_a_nan_weight_stops_in_one_step(
-    model_dir: str, tmp_path: Path, layout: Layout, on_rank: int, layer: int, column: int
+    model_dir: str, tmp_path: Path, layout: Layout, on_ranks: tuple[int, ...], layer: int, column: int
 ) -> None:
     """B47: stop within 1 step, with the name of the first bad tensor of the model (a later norm is bad too)."""
     arguments = {"model_dir": model_dir, "save": str(tmp_path), "batches": [good(0), good(1)]}
-    ranks = run(layout, **arguments, fault="bad weight", on_rank=on_rank)
+    ranks = run(layout, **arguments, fault="bad weight", on_ranks=on_ranks)
     assert [record["iteration"] for record in ranks[0]["records"] if "event" not in record] == [1]
     for rank in ranks:
-        name = f"decoder.layers.self_attention.linear_proj.weight[{layer}, 2, {column}] = nan on rank {on_rank}"
+        name = f"decoder.layers.self_attention.linear_proj.weight[{layer}, 2, {column}] = nan on rank {on_ranks[0]}"
         assert rank["error"].startswith(f"NonFiniteError: every weight must be finite; seen: {name}; change: ")
         assert (rank["changed"], rank["steps"]) == ([], set())
 

@@ -26,7 +26,7 @@ def run_loop(
     *,
     cut: Cut = Cut(),  # noqa: B008 (frozen)
     fault: str = "",
-    on_rank: int = 0,
+    on_ranks: tuple[int, ...] = (0,),
     max_skipped_iters: int = 3,
     **options: Any,
 ) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def run_loop(
     )
     error, state = "", None
     with (
-        _FAULTS[fault](chunks, dist.get_rank() == on_rank),
+        _FAULTS[fault](chunks, dist.get_rank() in on_ranks),
         mock.patch.object(loop, "save_checkpoint") as save_checkpoint,
     ):
         before = copies(chunks)

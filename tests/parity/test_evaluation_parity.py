@@ -20,7 +20,7 @@ BATCHES = [samples(4, seed=seed, vocabulary=VOCABULARY) for seed in range(3)]
 @pytest.fixture(scope="module", params=[False, True], ids=["dense", "moe"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, torch.nn.Module]:
     directory = tmp_path_factory.mktemp("model")
-    return str(directory), write_model(directory, moe=request.param, vocab_size=VOCABULARY)
+    return str(directory), write_model(directory, moe=request.param, vocab_size=VOCABULARY, num_hidden_layers=4)
 
 
 @torch.no_grad()
@@ -67,10 +67,7 @@ def test_metrics(model: tuple[str, torch.nn.Module]) -> None:
         losses = torch.cat([token_losses(reference, row) for row in rows]).double()
     right, count = trained_accuracy(reference, rows)
     assert 0.2 < right / count < 0.8
-    layers = len(reference.model.layers)
     for layout in LAYOUTS:
-        if layout.pipeline * layout.virtual > layers:
-            continue
         options: dict[str, Any] = {"sequence_parallel": True} if layout.tensor > 1 else {}
         for found in pool(layout.world).run(evaluated, model_dir=directory, layout=layout, batches=batches, **options):
             assert found["eval_loss"] == pytest.approx(float(losses.mean()), rel=1e-6), layout
