@@ -28,7 +28,6 @@ from mcore_qwen3.data.sources import check_entries
 from mcore_qwen3.launch import (
     LaunchPlan,
     Limits,
-    StoppedEarly,
     StopSignals,
     count_gpus,
     is_rank,
@@ -50,12 +49,8 @@ def run(argv: list[str], command: str = "sft") -> int:
 
         return run_rank(parsed)
     with StopSignals() as signals:
-        try:
-            with signals.ending_at_once():
-                job = _prepare(parsed)
-        except StoppedEarly as stopped:
-            print(f"megatron {command}: {stopped}", file=sys.stderr)
-            return parsed.config.train.exit_code_on_signal
+        with signals.ending_at_once(parsed.config.train.exit_code_on_signal):
+            job = _prepare(parsed)
         if job is None:
             return 0
         plan, environment = job

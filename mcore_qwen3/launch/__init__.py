@@ -13,7 +13,7 @@ from mcore_qwen3.launch.rank_report import (
     started_at,
     started_now,
 )
-from mcore_qwen3.launch.signals import StoppedEarly, StopSignals
+from mcore_qwen3.launch.signals import StopSignals
 from mcore_qwen3.launch.supervisor import run
 from mcore_qwen3.launch.torchrun import torchrun_command
 
@@ -23,7 +23,6 @@ __all__ = [
     "LaunchPlan",
     "Limits",
     "StopSignals",
-    "StoppedEarly",
     "count_gpus",
     "is_rank",
     "on_stop_request",

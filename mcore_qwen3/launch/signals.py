@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mcore_qwen3.launch.processes import descendants, send_signal
 from mcore_qwen3.launch.rank_report import STOP_SIGNALS
-
-
-class StoppedEarly(BaseException):
-    """A stop signal came while there was nothing to save yet. No Exception: nothing on the way up may keep it."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(f"{signal.Signals(signum).name} before any rank had started: stopped")
 
 
 class StopSignals:
@@ -28,7 +22,8 @@ class StopSignals:
 
     def __init__(self) -> None:
         self._received: list[tuple[int, float]] = []
-        self._at_once = self._came = False
+        self._code_at_once: int | None = None
+        self._came = False
 
     def __enter__(self) -> StopSignals:
         self._before = {signum: signal.signal(signum, self._receive) for signum in STOP_SIGNALS}
@@ -39,23 +34,27 @@ class StopSignals:
             signal.signal(signum, signal.SIG_IGN if self._came else handler)
 
     @contextmanager
-    def ending_at_once(self) -> Iterator[None]:
-        """Within, a signal kills the processes below this one and raises StoppedEarly."""
-        self._at_once = True
+    def ending_at_once(self, exit_code: int) -> Iterator[None]:
+        """Within, a signal ends this process and those below it, as there is nothing to save yet.
+
+        Nothing is cleaned up, as with SIGKILL: a pool that has lost its processes can wait for them for ever.
+        """
+        self._code_at_once = exit_code
         try:
             yield
         finally:
-            self._at_once = False
+            self._code_at_once = None
 
     def _receive(self, signum: int, frame: object) -> None:
         self._came = True
-        if not self._at_once:
+        if self._code_at_once is None:
             self._received.append((signum, time.monotonic()))
             return
-        self._at_once = False  # what cleans up after the first one is not interrupted
         for pid in descendants([os.getpid()]):
             send_signal(pid, signal.SIGKILL)
-        raise StoppedEarly(signum)
+        text = f"{signal.Signals(signum).name} before any rank had started: stopped\n"
+        os.write(sys.stderr.fileno(), text.encode())  # print may be in the middle of something
+        os._exit(self._code_at_once)
 
     @property
     def pending(self) -> bool:

@@ -73,7 +73,7 @@ def test_while_data_is_prepared(site: Site, small_vocabulary_moe: Path) -> None:
     job.process.send_signal(SIGTERM)
     assert job.end() == 143, job.screen
     job.assert_nothing_left()
-    assert job.last_line == "megatron sft: SIGTERM before any rank had started: stopped", job.screen
+    assert job.last_line == "SIGTERM before any rank had started: stopped", job.screen
     assert not (site.folder / "unborn").exists() and not list(cache.glob("*/manifest.json"))
 
 

@@ -217,22 +217,18 @@ def test_data_is_prepared_before_the_ranks_start(
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_stop_signal_before_the_ranks(
-    signum: signal.Signals,
-    trainable_dir: Path,
-    rows_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    handlers: None,
-) -> None:
-    monkeypatch.setattr(sft, "check_weights", lambda run: os.kill(os.getpid(), signum))
-    monkeypatch.setattr(sft, "run_ranks", lambda *arguments, **options: pytest.fail("the ranks were started"))
-    words = ["--load", trainable_dir, "--dataset", rows_file, "--train_iters", 2, "--exit_code_on_signal", 143]
-    assert main(["sft", *map(str, words), "--data_cache_path", str(tmp_path / "cache")]) == 143
-    os.kill(os.getpid(), signum)  # once more: the process is ending already
-    assert capsys.readouterr().err == f"megatron sft: {signum.name} before any rank had started: stopped\n"
-    assert not (tmp_path / "cache").exists()
+def test_a_stop_signal_before_the_ranks(signum: signal.Signals, moe_dir: Path, rows_file: Path, tmp_path: Path) -> None:
+    """It comes in the middle of the preparation, in a process of its own."""
+    code = (
+        "import os, sys; from mcore_qwen3.cli import main, sft; "
+        "sft.check_weights = lambda run: os.kill(os.getpid(), int(sys.argv[1])); "
+        "sys.exit(main.main(sys.argv[2:]))"
+    )
+    words = ["sft", "--load", moe_dir, "--dataset", rows_file, "--train_iters", 2, "--exit_code_on_signal", 143]
+    command = [sys.executable, "-c", code, str(int(signum)), *map(str, words), "--data_cache_path", str(tmp_path / "c")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (143, f"{signum.name} before any rank had started: stopped\n")
+    assert not (tmp_path / "c").exists()
 
 
 def test_restarts_need_what_they_continue_from(refused: Callable[..., str]) -> None:

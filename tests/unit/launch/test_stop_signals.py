@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from mcore_qwen3.launch import StoppedEarly, StopSignals
+from mcore_qwen3.launch import StopSignals
+from mcore_qwen3.launch.processes import descendants, read_processes
 from mcore_qwen3.launch.rank_report import STOP_SIGNALS
+
+ROOT = str(Path(__file__).resolve().parents[3])
 
 
 @pytest.fixture(autouse=True)
@@ -22,28 +27,45 @@ def handlers() -> Iterator[None]:
         signal.signal(signum, handler)
 
 
+SCRIPT = """
+import concurrent.futures, multiprocessing, os, signal, sys, time
+from mcore_qwen3.launch import StopSignals
+
+def work(number):
+    print(len(number), flush=True)
+    time.sleep(300)
+
+if __name__ == "__main__":
+    with StopSignals() as signals, signals.ending_at_once(9):
+        with concurrent.futures.ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+            list(pool.map(work, [b"large" * 10**6] * 100))  # the queue to the processes is full
+"""
+
+
 @pytest.mark.parametrize("signum", STOP_SIGNALS)
-def test_before_the_ranks_it_ends_what_is_done_and_who_does_it(signum: signal.Signals) -> None:
-    cleaned = []
-    with (
-        StopSignals() as signals,
-        pytest.raises(StoppedEarly, match=f"{signum.name} before any rank had started"),
-        signals.ending_at_once(),
-    ):
-        worker = subprocess.Popen(["sleep", "300"])
-        try:
-            os.kill(os.getpid(), signum)
-        except Exception:  # as code in between may have it
-            pass
-        finally:
-            os.kill(os.getpid(), signum)  # a second one does not disturb what cleans up
-            cleaned.append(True)
-    assert cleaned and worker.wait(timeout=30) == -signal.SIGKILL
+def test_before_the_ranks_it_ends_all_that_is_done(signum: signal.Signals, tmp_path: Path) -> None:
+    """Processes that are killed in the middle of their work keep nobody waiting."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    words = [sys.executable, str(tmp_path / "script.py")]
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": ROOT}
+    ) as job:
+        assert job.stdout is not None and job.stderr is not None
+        assert job.stdout.readline() and job.stdout.readline()
+        below = descendants([job.pid])
+        assert len(below) >= 2
+        job.send_signal(signum)
+        assert job.wait(timeout=60) == 9
+        assert job.stderr.read().decode() == f"{signum.name} before any rank had started: stopped\n"
+    end = time.monotonic() + 30
+    while any(not row.zombie for row in read_processes(below).values()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_while_ranks_run_they_are_kept_until_someone_asks() -> None:
     with StopSignals() as signals:
-        with signals.ending_at_once():
+        with signals.ending_at_once(9):
             pass
         assert not signals.pending and signals.take() == []
         began = time.monotonic()
