@@ -1,5 +1,5 @@
 # Every target sets up what it needs; a second call starts at once.
-.PHONY: help setup material quickstart test lint format gpu-check
+.PHONY: help setup material quickstart test kill-test lint format gpu-check
 .DEFAULT_GOAL := help
 
 PY := .venv/bin/python
@@ -7,6 +7,7 @@ PY := .venv/bin/python
 help:
 	@echo "make quickstart  train a small Qwen3-MoE on two CPU ranks and check the result (10 minutes the first time)"
 	@echo "make test        the whole test suite, on CPU"
+	@echo "make kill-test   kill a run 30 times at random moments; the end has to be the unbroken one's (KILLS=, SEED=)"
 	@echo "make lint        ruff and mypy"
 	@echo "make format      let ruff rewrite the files"
 	@echo "make gpu-check   the tests that need a GPU; says so and ends well where there is none"
@@ -29,6 +30,12 @@ quickstart: material
 test: export OMP_NUM_THREADS ?= 1
 test: material
 	$(PY) -m pytest
+
+KILLS ?= 30
+kill-test: export OMP_NUM_THREADS ?= 1
+kill-test: export PYTHONPATH := $(CURDIR)
+kill-test: material
+	$(PY) -u tests/e2e/kill_campaign.py --kills $(KILLS) $(if $(SEED),--seed $(SEED))
 
 lint: setup
 	$(PY) -m ruff check .

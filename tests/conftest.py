@@ -11,6 +11,11 @@ from helpers import ranks
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of this suite."""
+    parser.addoption("--whole-matrix", action="store_true", help="every change of layout, not a covering part")
+
+
 @pytest.fixture(scope="session")
 def repo_root() -> Path:
     """The root of the checkout."""

@@ -177,6 +177,26 @@ def test_a_setting_that_nothing_reads_is_reported(before: str, after: str, unrea
     assert rules.check_fields_are_read(clean_tree) == [f"mcore_qwen3/config: nothing reads {unread}"]
 
 
+def test_a_setting_of_another_command_that_nothing_reads_is_reported(clean_tree: Path) -> None:
+    text = (
+        '"""Another command."""\n'
+        "class WorkFlags:\n"
+        '    """Work."""\n'
+        "    workers: int = 1\n"
+        "class ConvertConfig:\n"
+        '    """All."""\n'
+        "    work: WorkFlags\n"
+    )
+    write(clean_tree, "mcore_qwen3/config/convert.py", text)
+    assert rules.check_fields_are_read(clean_tree) == ["mcore_qwen3/config: nothing reads work.workers"]
+    write(
+        clean_tree,
+        "mcore_qwen3/cli/convert.py",
+        '"""Convert."""\ndef run(config):\n    """Run."""\n    return config.work.workers\n',
+    )
+    assert rules.check_fields_are_read(clean_tree) == []
+
+
 def test_a_file_git_ignores_is_not_the_projects(clean_tree: Path) -> None:
     write(clean_tree, ".gitignore", "ignored/\n")
     write(clean_tree, "ignored/a.py", "x = 1\n" * 400)

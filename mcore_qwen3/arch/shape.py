@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -100,6 +101,21 @@ class ModelShape:
         """Whether some layers have experts and some do not."""
         return self.is_moe and not all(self.moe_layers)
 
+    def check_router(self) -> None:
+        """Refuse a model that can be converted but not run.
+
+        Raises:
+            ConfigError: with one expert a token, norm_topk_prob makes every probability 1: the router has no gradient, and
+                megatron refuses it.
+        """
+        if self.moe_router_topk == 1 and self.norm_topk_prob:
+            raise ConfigError(
+                "one expert a token needs norm_topk_prob false: renormalised, its probability is always 1, and the router "
+                "learns nothing",
+                seen="num_experts_per_tok 1, norm_topk_prob true",
+                fix="norm_topk_prob to false in config.json, or num_experts_per_tok to 2 or more",
+            )
+
     @property
     def max_sequence_length(self) -> int:
         """The longest sequence the positions reach: with YaRN up to factor x the length of pre-training."""
@@ -185,8 +201,15 @@ def find_config_file(directory: str | Path) -> Path:
     )
 
 
+def replaced_path(iteration: Path) -> Path:
+    """Where an iteration directory lies while a new one takes its place; only a kill in that moment leaves it there."""
+    return iteration.with_name(f".{iteration.name}.replaced")
+
+
 def iteration_directory(root: Path) -> Path:
     """The directory that the tracker file of a Megatron checkpoint names: `release` or `iter_0000200`.
+
+    One that a killed run was about to replace is put back first.
 
     Raises:
         ConfigError: the tracker names neither a release nor an iteration, or that directory is not there.
@@ -200,6 +223,9 @@ def iteration_directory(root: Path) -> Path:
             fix="write the number of a complete iteration into it",
         )
     iteration = root / ("release" if text == "release" else f"iter_{int(text):07d}")
+    if not iteration.is_dir():
+        with contextlib.suppress(OSError):  # there is none, or another process was faster
+            replaced_path(iteration).rename(iteration)
     if not iteration.is_dir():
         raise ConfigError(
             "the iteration that the tracker file names must exist",

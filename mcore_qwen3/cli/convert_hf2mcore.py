@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 from mcore_qwen3 import __version__
-from mcore_qwen3.arch import ModelShape
-from mcore_qwen3.cli.convert_job import DTYPES, read_reference, say, working_team
+from mcore_qwen3.arch import ModelShape, read_model_shape
+from mcore_qwen3.cli.convert_job import DTYPES, say, working_team
+from mcore_qwen3.cli.hub_model import NamedModel, find_model
 from mcore_qwen3.config import HF2MCORE, Hf2McoreConfig, parse_command, to_yaml
 from mcore_qwen3.errors import ConversionError
 
@@ -16,24 +17,27 @@ def run(argv: list[str]) -> int:
     """The words after ``convert hf2mcore`` -> exit code."""
     parsed = parse_command(argv, HF2MCORE)
     config = parsed.config
-    say(parsed.notes) if parsed.notes else None
-    src = Path(str(config.place.src))
-    _, shape = read_reference(str(src), None)
-    if not (src / "config.json").is_file():
-        raise ConversionError("hf2mcore reads a Hugging Face directory", seen=src, fix="convert mcore2hf SRC DST")
+    say(parsed.notes)
+    model = find_model(str(config.place.src), config.hub.use_hf)
+    say(model.note)
+    shape = read_model_shape(model.directory)
+    if not (model.directory / "config.json").is_file():
+        raise ConversionError(
+            "hf2mcore reads a Hugging Face directory", seen=model.directory, fix="convert mcore2hf SRC DST"
+        )
     if config.work.dry_run:
-        say(_dry_run(config, src, shape))
+        say(_dry_run(config, model.directory, shape))
         return 0
-    _convert(config, src, shape)
+    _convert(config, model.with_weights(), shape)
     return 0
 
 
-def _convert(config: Hf2McoreConfig, src: Path, shape: ModelShape) -> None:
+def _convert(config: Hf2McoreConfig, model: NamedModel, shape: ModelShape) -> None:
     from mcore_qwen3.converters import HFSource, plan_mcore, write_mcore
     from mcore_qwen3.converters.dtypes import DTYPES as BY_NAME
 
     form, dtype = config.form, DTYPES[config.form.dtype]
-    dst = Path(str(config.place.dst))
+    src, dst = model.directory, Path(str(config.place.dst))
     with HFSource(src, shape) as source:
         pieces = plan_mcore(
             source.entries(),
@@ -49,7 +53,10 @@ def _convert(config: Hf2McoreConfig, src: Path, shape: ModelShape) -> None:
                 src,
                 shape,
                 pieces,
-                facts={"written_by": f"mcore-qwen3 {__version__}", "source": src.name},
+                facts={
+                    "written_by": f"mcore-qwen3 {__version__}",
+                    "source": src.name if model.hub is None else model.name,
+                },
                 run_config=to_yaml(config),
                 finite=config.work.check_finite,
                 overwrite=config.place.overwrite,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_qwen3.arch import ModelShape, find_config_file, read_model_shape
+from mcore_qwen3.cli.hub_model import find_model
 from mcore_qwen3.errors import ConfigError
 from mcore_qwen3.launch import resolve_environment
 
@@ -24,22 +25,25 @@ _LINE_S = 30.0
 
 
 def say(lines: Sequence[str]) -> None:
-    """Print, at once."""
-    print("\n".join(lines), flush=True)
+    """Print, at once; nothing where there are no lines."""
+    print("".join(f"{line}\n" for line in lines), end="", flush=True)
 
 
-def read_reference(path: str, hf_config: str | None) -> tuple[Path, ModelShape]:
+def read_reference(path: Path, hf_config: str | None, use_hf: bool | None) -> tuple[Path, ModelShape]:
     """(directory with config.json and the tokenizer, the model's shape).
 
     Args:
         path: the checkpoint.
-        hf_config: a directory that stands in for the checkpoint's own hf/.
+        hf_config: a directory, or a hub's model, that stands in for the checkpoint's own hf/.
+        use_hf: the hub of such a model.
 
     Raises:
         ConfigError: no config.json; the message names `--hf_config`.
     """
     if hf_config is not None:
-        return find_config_file(hf_config).parent, read_model_shape(hf_config)
+        model = find_model(hf_config, use_hf)
+        say(model.note)
+        return find_config_file(model.directory).parent, read_model_shape(model.directory)
     try:
         return find_config_file(path).parent, read_model_shape(path)
     except ConfigError as error:

@@ -14,9 +14,8 @@ def run(argv: list[str], command: Command[Mcore2HfConfig] = MCORE2HF) -> int:
     """The words after the subcommand -> exit code."""
     parsed = parse_command(argv, command)
     config = parsed.config
-    say(parsed.notes) if parsed.notes else None
-    src = str(config.place.src)
-    sides, shape = read_reference(src, config.reference.hf_config)
+    say(parsed.notes)
+    sides, shape = read_reference(Path(str(config.place.src)), config.reference.hf_config, config.hub.use_hf)
     if config.form.vocab_size is not None:
         shape = dataclasses.replace(shape, vocab_size=config.form.vocab_size)
     _convert(config, sides, shape)

@@ -6,36 +6,50 @@ from pathlib import Path
 
 from mcore_qwen3.arch import ModelShape
 from mcore_qwen3.cli.convert_job import read_reference, say, working_team
+from mcore_qwen3.cli.convert_logits import available_memory, check_memory, compare_logits
+from mcore_qwen3.cli.hub_model import NamedModel, find_model
 from mcore_qwen3.config import VERIFY, VerifyConfig, parse_command
 from mcore_qwen3.errors import ConfigError
 
 EXIT_DIFFERENT = 1
 _SHOWN = 20
-_SEQUENCES, _LENGTH = 4, 48
 
 
 def run(argv: list[str]) -> int:
     """The words after ``convert verify`` -> 0 where the checkpoints agree, 1 where they do not."""
     config = parse_command(argv, VERIFY).config
-    a, b = str(config.compare.a), str(config.compare.b)
-    (_, shape), (_, other) = (read_reference(path, _reference(config, path)) for path in (a, b))
+    models = [find_model(str(name), config.hub.use_hf) for name in (config.compare.a, config.compare.b)]
+    for model in models:
+        say(model.note)
+    (sides, shape), (_, other) = (_reference(config, model) for model in models)
     from mcore_qwen3.converters import check_data_only, is_hf_dir, resolve_iteration_dir
     from mcore_qwen3.converters.verify import check_same_model
 
     check_same_model(shape, other)
+    if config.compare.logits:
+        if not any(is_hf_dir(model.directory) for model in models):
+            raise ConfigError(
+                "--logits needs a Hugging Face directory for transformers",
+                seen=f"{config.compare.a} and {config.compare.b}",
+                fix="convert one of them",
+            )
+        shape.check_router()
+        check_memory(shape, available_memory())
+    a, b = (str(model.with_weights().directory) for model in models)
     for path in (a, b):
         if not is_hf_dir(path):
             check_data_only(resolve_iteration_dir(path))
     agree = _compare_bits(a, b, shape)
     if config.compare.logits:
-        agree &= _compare_logits(config, a, b, shape)
+        mine, theirs = (a, b) if is_hf_dir(b) else (b, a)
+        agree &= compare_logits(mine, theirs, shape, sides, config.compare.max_logit_difference)
     return 0 if agree else EXIT_DIFFERENT
 
 
-def _reference(config: VerifyConfig, path: str) -> str | None:
+def _reference(config: VerifyConfig, model: NamedModel) -> tuple[Path, ModelShape]:
     """`--hf_config` stands in where a checkpoint has no config.json of its own."""
-    own = Path(path) / "config.json"
-    return None if own.is_file() else config.reference.hf_config
+    own = (model.directory / "config.json").is_file()
+    return read_reference(model.directory, None if own else config.reference.hf_config, config.hub.use_hf)
 
 
 def _compare_bits(a: str, b: str, shape: ModelShape) -> bool:
@@ -48,44 +62,8 @@ def _compare_bits(a: str, b: str, shape: ModelShape) -> bool:
         with working_team(1, count_parameters(shape).total * itemsize, "verify") as team:
             result = compare(one, other, shape, team.report)
     differing = result.differences
-    say([f"differs: {difference.name}: {difference.how}" for difference in differing[:_SHOWN]] if differing else [])
+    say([f"differs: {difference.name}: {difference.how}" for difference in differing[:_SHOWN]])
     if len(differing) > _SHOWN:
         say([f"... and {len(differing) - _SHOWN} more"])
     say([f"{result.num_tensors - len(differing):,} of {result.num_tensors:,} tensors are equal, bit for bit"])
     return not differing
-
-
-def _compare_logits(config: VerifyConfig, a: str, b: str, shape: ModelShape) -> bool:
-    """A by our model, B by transformers, on fixed random tokens."""
-    from mcore_qwen3.converters import is_hf_dir
-
-    ours, theirs = (a, b) if is_hf_dir(b) else (b, a)
-    if not is_hf_dir(theirs):
-        raise ConfigError(
-            "--logits needs a Hugging Face directory for transformers", seen=f"{a} and {b}", fix="convert one of them"
-        )
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from mcore_qwen3.cli.logits import checkpoint_logits
-
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(shape.vocab_size, (_SEQUENCES, _LENGTH), generator=generator)
-    model = AutoModelForCausalLM.from_pretrained(theirs, dtype=torch.float32, attn_implementation="eager").eval()
-    with torch.no_grad():
-        reference = model(tokens, use_cache=False).logits.float()
-    del model
-    # Second: our model turns the process into a rank with megatron's CPU stand-ins, which transformers must not meet.
-    mine = torch.stack(checkpoint_logits(ours, tokens.tolist(), shape))
-    difference = (mine - reference).abs()
-    same = (mine.argmax(-1) == reference.argmax(-1)).float().mean()
-    kl = torch.nn.functional.kl_div(mine.log_softmax(-1), reference.log_softmax(-1), reduction="none", log_target=True)
-    largest, limit = float(difference.max()), config.compare.max_logit_difference
-    say(
-        [
-            f"logits of {tokens.numel()} tokens in fp32, {ours} by this project, {theirs} by transformers:",
-            f"  largest difference {largest:.3e} (limit {limit:.0e}), mean {float(difference.mean()):.3e}, "
-            f"same first token {float(same):.2%}, KL {float(kl.sum(-1).mean()):.3e}",
-        ]
-    )
-    return largest <= limit

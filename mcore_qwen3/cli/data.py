@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mcore_qwen3.arch import find_config_file, read_model_shape
+from mcore_qwen3.cli.hub_model import find_model
 from mcore_qwen3.cli.prepare import epoch_line, request_of
 from mcore_qwen3.cli.resolve import default_cache
 from mcore_qwen3.cli.sft import progress_on_screen
@@ -15,8 +16,10 @@ from mcore_qwen3.errors import ConfigError
 def run(argv: list[str]) -> int:
     """The words after ``megatron data`` -> exit code."""
     parsed = parse_command(argv, DATA)
-    config = _filled(parsed.config)
-    folder = _tokenizer_dir(str(config.model.load))
+    model = find_model(str(parsed.config.model.load), parsed.config.data.use_hf)
+    print("".join(f"{line}\n" for line in model.note), end="", flush=True)
+    config = _filled(parsed.config, model.directory)
+    folder = _tokenizer_dir(model.directory)
     from mcore_qwen3.cli import data_view as view
     from mcore_qwen3.data.prepare import prepare
 
@@ -35,12 +38,12 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _filled(config: InspectConfig) -> InspectConfig:
+def _filled(config: InspectConfig, directory: Path) -> InspectConfig:
     cache = config.view.output or config.data.data_cache_path or default_cache()
     length = config.data.max_length
     if length is None:
         try:
-            length = read_model_shape(str(config.model.load)).max_position_embeddings
+            length = read_model_shape(directory).max_position_embeddings
         except ConfigError:
             raise ConfigError(
                 "the length limit is --max_length, or max_position_embeddings of the model's config.json",
@@ -50,6 +53,6 @@ def _filled(config: InspectConfig) -> InspectConfig:
     return with_values(config, {"data_cache_path": cache, "max_length": length})
 
 
-def _tokenizer_dir(load: str) -> Path:
+def _tokenizer_dir(directory: Path) -> Path:
     """The folder of the tokenizer: the one named, or the one that holds the checkpoint's config.json."""
-    return Path(load) if (Path(load) / "tokenizer.json").is_file() else find_config_file(load).parent
+    return directory if (directory / "tokenizer.json").is_file() else find_config_file(directory).parent

@@ -15,6 +15,7 @@ def check_moe(config: RunConfig, shape: ModelShape, layout: ParallelLayout, devi
     """
     if not shape.is_moe:
         return
+    shape.check_router()
     flags = config.model
     if flags.moe_router_enable_expert_bias:
         raise ConfigError(

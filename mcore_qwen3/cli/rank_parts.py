@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import ChainedOptimizer
@@ -22,8 +24,8 @@ from mcore_qwen3.converters import (
     write_hf,
 )
 from mcore_qwen3.converters.staging import flush_tree
-from mcore_qwen3.converters.torch_dist_writer import Chunk, write_chunks, write_common
-from mcore_qwen3.data.batches import StepBatch, eval_batches, train_batches
+from mcore_qwen3.converters.torch_dist_writer import Chunk, Written, merge_parts, write_common, write_part
+from mcore_qwen3.data.batches import StepBatch, eval_batches, largest_batch, train_batches
 from mcore_qwen3.data.prepare import Prepared
 from mcore_qwen3.data.template import load_tokenizer
 from mcore_qwen3.model.build import build_chunks
@@ -32,17 +34,23 @@ from mcore_qwen3.model.provider import choose_modules
 from mcore_qwen3.model.weights import read_weights
 from mcore_qwen3.runtime.device import Device
 from mcore_qwen3.train.checkpoint import CheckpointWriter, SavedTensor
+from mcore_qwen3.train.dry_batch import dry_microbatches, run_dry_batch
+from mcore_qwen3.train.finite import check_weights
+from mcore_qwen3.train.loop import largest_memory
 from mcore_qwen3.train.optimizer import (
     AdamSettings,
     Chunks,
     build_optimizer,
-    trainable_parameters,
+    count_parameters,
     wrap_for_data_parallel,
 )
 from mcore_qwen3.train.optimizer_state import read_state
+from mcore_qwen3.train.saving import CheckpointSaver
 from mcore_qwen3.train.state import TrainState
 
 Say = Callable[[str], None]
+_Part = tuple[list[Chunk], list[Written]]
+"""What a rank has written: its chunks without values, and where they lie."""
 
 
 def build(run: ResolvedRun, device: Device, say: Say) -> tuple[Chunks, ChainedOptimizer, TrainState]:
@@ -50,6 +58,7 @@ def build(run: ResolvedRun, device: Device, say: Say) -> tuple[Chunks, ChainedOp
 
     Raises:
         ConversionError: the checkpoint does not fit the model, or holds what the model has no place for.
+        NonFiniteError: a weight of the checkpoint is not finite.
     """
     options = model_options(run, device, say)
     models = build_chunks(run.shape, run.layout, options)
@@ -57,7 +66,9 @@ def build(run: ResolvedRun, device: Device, say: Say) -> tuple[Chunks, ChainedOp
         for model in models:
             read_weights(model, source)
         _check_all_used(source)
-    say(f"weights: {run.weights}; {trainable_parameters(models):,} trained parameters on rank 0")
+    check_weights(models, "take a checkpoint whose weights are numbers: another --load or --resume")
+    trained, total = count_parameters(models)
+    say(f"weights: {run.weights}; {trained:,} of {total:,} parameters are trained")
     chunks = wrap_for_data_parallel(models)
     adam = run.config.optim
     optimizer = build_optimizer(
@@ -73,6 +84,8 @@ def build(run: ResolvedRun, device: Device, say: Say) -> tuple[Chunks, ChainedOp
     if run.resume is None:
         return chunks, optimizer, TrainState()
     state = TrainState.read(run.resume.directory)
+    if run.resume.directory.parent.resolve() != save_root(run).resolve():  # of another save directory
+        state = replace(state, checkpoints=(), best_metric=None, best_iteration=None)
     if run.config.checkpoint.no_load_optim:
         say(f"continuing after step {state.iteration}; the optimizer starts afresh (--no_load_optim true)")
         return chunks, optimizer, replace(state, optimizer_steps=0)  # Adam counts from its zero moments
@@ -135,6 +148,20 @@ def training_batches(run: ResolvedRun, prepared: Prepared, consumed_samples: int
     )
 
 
+def dry_batch(
+    run: ResolvedRun, prepared: Prepared, device: Device, chunks: Chunks, optimizer: ChainedOptimizer, say: Say
+) -> None:
+    """Try the largest shape of the run before its first step, and say what it takes. Collective.
+
+    Raises:
+        OutOfMemoryError: it does not fit on some rank.
+    """
+    batch = largest_batch(prepared, run.batch, num_microbatches=dry_microbatches(run.batch, run.layout))
+    run_dry_batch(chunks, optimizer, batch)
+    shape = f"{run.batch.micro_batch_size} x {batch.row_length:,} tokens"
+    say(f"dry batch of the largest shape, {shape}: {largest_memory(device):.2f} GiB on the fullest rank")
+
+
 def evaluation(run: ResolvedRun, prepared: Prepared) -> Callable[[], Iterator[StepBatch]] | None:
     """A function that gives the fixed evaluation batches; None without validation data or with `--eval_iters 0`."""
     if prepared.validation is None or run.config.train.eval_iters == 0:
@@ -143,42 +170,46 @@ def evaluation(run: ResolvedRun, prepared: Prepared) -> Callable[[], Iterator[St
     return lambda: eval_batches(prepared, run.batch, dp_rank=rank, eval_iters=run.config.train.eval_iters)
 
 
-def checkpoint_writer(run: ResolvedRun) -> CheckpointWriter:
-    """How checkpoints are written: torch_dist tensors, and the files that make the directory need nothing else."""
+def checkpoint_saver(run: ResolvedRun, say: Say) -> CheckpointSaver:
+    """What writes the run's checkpoints: torch_dist tensors, and the files that make the directory need nothing else."""
 
-    def write_tensors(directory: Path, tensors: Sequence[SavedTensor]) -> None:
-        write_chunks(directory, [_chunk(tensor) for tensor in tensors])
-
-    def write_sides(directory: Path, iteration: int) -> None:
+    def complete(directory: Path, parts: Sequence[_Part], iteration: int) -> None:
+        chunks, written = zip(*parts, strict=True)
+        merge_parts(directory, list(chain(*chunks)), list(chain(*written)))
         (directory / "hf").mkdir()
         copy_side_files(run.hf_files, directory / "hf")
         (directory / "run_config.yaml").write_text(to_yaml(run.config), encoding="utf-8")
         write_common(directory, iteration)
 
-    return CheckpointWriter(write_tensors, write_sides, flush_tree)
-
-
-def _chunk(tensor: SavedTensor) -> Chunk:
-    return Chunk(
-        tensor.key, tensor.global_shape, tensor.starts, tensor.sizes, tensor.values.dtype, lambda: tensor.values
+    export = partial(_export, run, say) if run.config.checkpoint.save_hf else lambda iteration_dir: None
+    return CheckpointSaver(
+        save_root(run),
+        CheckpointWriter(_write_part, complete, flush_tree, export),
+        total_limit=run.config.checkpoint.save_total_limit,
+        asynchronous=run.config.checkpoint.async_save,
+        say=say,
     )
 
 
-def exporter(run: ResolvedRun, say: Say) -> Callable[[Path], None]:
-    """What `--save_hf true` does with each finished checkpoint: `<save>/iter_<n>-hf`, written by rank 0. Collective."""
+def _write_part(directory: Path, tensors: Sequence[SavedTensor], rank: int) -> _Part:
+    chunks = [
+        Chunk(each.key, each.global_shape, each.starts, each.sizes, each.values.dtype, partial(_values, each))
+        for each in tensors
+    ]
+    written = write_part(directory, chunks, rank)
+    return [Chunk(each.key, each.global_shape, each.starts, each.sizes, each.dtype) for each in chunks], written
 
-    def export(iteration_dir: Path) -> None:
-        if not run.config.checkpoint.save_hf:
-            return
-        target = iteration_dir.with_name(f"{iteration_dir.name}-hf")
-        if os.environ["RANK"] == "0":
-            sides = iteration_dir / "hf"
-            end = load_tokenizer(sides).end_token_id
-            with TorchDistSource(iteration_dir, run.shape) as source:
-                report = write_hf(source, target, sides, run.shape, end_token_id=end, overwrite=True)
-            say(f"exported {target}: {report.num_tensors} tensors, {report.num_bytes:,} bytes")
-            for change in report.changes:
-                say(f"  {change}")
-        dist.barrier()
 
-    return export
+def _values(tensor: SavedTensor) -> torch.Tensor:
+    return tensor.values
+
+
+def _export(run: ResolvedRun, say: Say, iteration_dir: Path) -> None:
+    """What `--save_hf true` does with each finished checkpoint: `<save>/iter_<n>-hf`."""
+    target, sides = iteration_dir.with_name(f"{iteration_dir.name}-hf"), iteration_dir / "hf"
+    end = load_tokenizer(sides).end_token_id
+    with TorchDistSource(iteration_dir, run.shape) as source:
+        report = write_hf(source, target, sides, run.shape, end_token_id=end, overwrite=True)
+    say(f"exported {target}: {report.num_tensors} tensors, {report.num_bytes:,} bytes")
+    for change in report.changes:
+        say(f"  {change}")

@@ -21,11 +21,16 @@ from mcore_qwen3.arch import (
     resolve_batch,
     resolve_layout,
 )
+from mcore_qwen3.cli.continued import changed_settings, check_same_model, with_saved_schedule
+from mcore_qwen3.cli.hub_model import NamedModel, find_model
 from mcore_qwen3.cli.moe_checks import check_moe
 from mcore_qwen3.cli.resume import ResumePoint, check_optimizer_state, find_resume_point
 from mcore_qwen3.config import Facts, ParsedRun, RunConfig, check_schedule, flags_without_effect, with_values
 from mcore_qwen3.errors import ConfigError
 from mcore_qwen3.launch import count_gpus
+
+# The directory in which the parent process found a hub's model, for its ranks: they need not ask the hub once more each.
+MODEL_VARIABLE = "MCORE_QWEN3_MODEL"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +40,8 @@ class ResolvedRun:
     ``config`` has every field filled in but these: ``transformer_impl`` stays ``auto`` (a rank chooses, and says why),
     and ``recompute_*``, ``lr_warmup_fraction``, the pipeline's virtual stages and uneven ends, ``moe_z_loss_coeff`` and
     ``moe_expert_capacity_factor`` stay None where they are not in use.
-    ``vocab_size`` is the model's own, without padding. ``hf_files`` holds config.json and the tokenizer.
+    ``vocab_size`` is the model's own, without padding. ``model`` is what ``--load`` names, a hub's still without its
+    weights; ``hf_files`` holds config.json and the tokenizer.
     ``resume`` is the checkpoint to continue. ``notes`` are lines to print once.
     """
 
@@ -44,6 +50,7 @@ class ResolvedRun:
     shape: ModelShape
     layout: ParallelLayout
     batch: BatchPlan
+    model: NamedModel
     hf_files: Path
     resume: ResumePoint | None
     notes: tuple[str, ...]
@@ -51,7 +58,7 @@ class ResolvedRun:
     @property
     def weights(self) -> Path:
         """Where the weights are read from: the checkpoint to continue, else ``--load``."""
-        return Path(str(self.config.model.load)) if self.resume is None else self.resume.directory
+        return self.model.directory if self.resume is None else self.resume.directory
 
     @property
     def finished(self) -> bool:
@@ -74,6 +81,15 @@ def with_steps(run: ResolvedRun, rows: int) -> ResolvedRun:
     config = with_values(run.config, {"train_iters": iters, "num_train_epochs": None, "lr_decay_iters": decay})
     check_schedule(config)
     return dataclasses.replace(run, config=config)
+
+
+def with_weights(run: ResolvedRun) -> ResolvedRun:
+    """The run with the weights that it reads fetched, where a hub has them.
+
+    Raises:
+        ConfigError: the hub cannot be reached.
+    """
+    return run if run.resume is not None else dataclasses.replace(run, model=run.model.with_weights())
 
 
 def train_iters(config: RunConfig) -> int:
@@ -110,8 +126,10 @@ def resolve(parsed: ParsedRun, world_size: int, environ: Mapping[str, str] = os.
         ConfigError: a rule between flags, model, ranks and files is broken.
     """
     config = parsed.config
-    hf_files = find_config_file(str(config.model.load)).parent
-    shape = read_model_shape(str(config.model.load))
+    given = environ.get(MODEL_VARIABLE)
+    name = str(config.model.load)
+    model = NamedModel(name, Path(given)) if given else find_model(name, config.data.use_hf)
+    hf_files, shape = find_config_file(model.directory).parent, read_model_shape(model.directory)
     parallel = config.parallel
     layout = resolve_layout(
         world_size,
@@ -139,7 +157,12 @@ def resolve(parsed: ParsedRun, world_size: int, environ: Mapping[str, str] = os.
     _check_transformer_impl(config, device)
     check_moe(config, shape, layout, device)
     filled, notes = _fill(parsed, shape, layout, device, environ)
-    resume = find_resume_point(filled)
+    resume = find_resume_point(filled, environ)
+    if resume is not None:
+        if config.checkpoint.use_checkpoint_opt_param_scheduler:
+            filled = with_saved_schedule(filled, resume.directory)
+        notes += check_same_model(shape, hf_files, resume.directory)
+        notes += changed_settings(filled, resume.directory)
     facts = Facts(
         is_moe=shape.is_moe,
         has_mlp=not all(shape.moe_layers),
@@ -155,9 +178,16 @@ def resolve(parsed: ParsedRun, world_size: int, environ: Mapping[str, str] = os.
         shape=shape,
         layout=layout,
         batch=batch,
+        model=model,
         hf_files=hf_files,
         resume=resume,
-        notes=(*parsed.notes, *layout.notes, *notes, *flags_without_effect(config, parsed.explicit, facts)),
+        notes=(
+            *parsed.notes,
+            *model.note,
+            *layout.notes,
+            *notes,
+            *flags_without_effect(config, parsed.explicit, facts),
+        ),
     )
     if resume is not None and not run.finished:
         check_optimizer_state(filled, resume)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +12,9 @@ from mcore_qwen3.arch import iteration_directory
 from mcore_qwen3.arch.shape import TRACKER
 from mcore_qwen3.config import RunConfig
 from mcore_qwen3.errors import ConfigError
+
+# The parent process's stamp of the tracker file as it found it, for its ranks.
+TRACKER_VARIABLE = "MCORE_QWEN3_TRACKER_BEFORE"
 
 # Weights and optimizer (torch_dist) and where the run stood. Without one of them nothing is continued.
 _PARTS = (".metadata", "metadata.json", "train_state.json")
@@ -33,18 +38,34 @@ class ResumePoint:
     from_load: bool
 
 
-def find_resume_point(config: RunConfig) -> ResumePoint | None:
+def tracker_stamp(config: RunConfig) -> str:
+    """Names one writing of the tracker file in ``--save``; "" where there is none.
+
+    The file is opened, not only looked at: on NFS that is what asks the server.
+    """
+    try:
+        with open(Path(str(config.checkpoint.save)) / TRACKER, encoding="utf-8") as tracker:
+            return f"{os.fstat(tracker.fileno()).st_mtime_ns} {tracker.read()}"
+    except FileNotFoundError:
+        return ""
+
+
+def find_resume_point(config: RunConfig, environ: Mapping[str, str] = os.environ) -> ResumePoint | None:
     """The checkpoint that the run continues, or None where it starts at step 0 with the weights of ``--load``.
 
-    ``--resume`` wins; where it finds nothing, ``--finetune false`` makes ``--load`` the run to continue.
+    What this job itself has saved, before its ranks were started again, goes before everything. Else ``--resume`` wins;
+    where it finds nothing, ``--finetune false`` makes ``--load`` the run to continue.
 
     Args:
         config: a run whose ``save`` is set.
+        environ: the environment, in which the parent process left its stamp of the tracker file.
 
     Raises:
         ConfigError: the named checkpoint lacks a part, or there is none at the given path.
     """
-    directory = _resume_directory(config)
+    stamp = tracker_stamp(config)
+    ours = environ.get(TRACKER_VARIABLE, stamp) != stamp
+    directory = _resume_directory(config, "auto" if ours else config.checkpoint.resume)
     if directory is not None:
         return _read(directory, from_load=False)
     if config.checkpoint.finetune:
@@ -53,23 +74,43 @@ def find_resume_point(config: RunConfig) -> ResumePoint | None:
     return _read(iteration_directory(load) if (load / TRACKER).is_file() else load, from_load=True)
 
 
-def _resume_directory(config: RunConfig) -> Path | None:
-    """What ``--resume`` finds. ``auto`` takes what the tracker file in ``--save`` names.
+def _resume_directory(config: RunConfig, choice: str) -> Path | None:
+    """What ``--resume`` finds, given as ``choice``. ``auto`` takes what the tracker file in ``--save`` names.
 
     The tracker is written last, so that a save that was cut short is not seen; converted weights (``release``) hold
     no run.
     """
-    choice = config.checkpoint.resume
     if choice == "never":
         return None
     if choice == "auto":
         root = Path(str(config.checkpoint.save))
-        directory = iteration_directory(root) if (root / TRACKER).is_file() else None
-        return None if directory is None or directory.name == "release" else directory
+        if not (root / TRACKER).is_file():
+            _check_no_run(root)
+            return None
+        directory = iteration_directory(root)
+        return None if directory.name == "release" else directory
     path = Path(choice)
     if not path.is_dir():
         raise ConfigError("--resume names auto, never, or the folder of a checkpoint", seen=f"no folder {choice}")
     return iteration_directory(path) if (path / TRACKER).is_file() else path
+
+
+def _check_no_run(root: Path) -> None:
+    """Refuse to start again from step 0 beside checkpoints that only lack their tracker file.
+
+    A run that is killed in the last moment of its very first save leaves one like that: it is written again.
+
+    Raises:
+        ConfigError: a run has saved there more than once.
+    """
+    for state in sorted(root.glob("iter_*/train_state.json"), reverse=True):
+        if len(json.loads(state.read_text(encoding="utf-8")).get("checkpoints", ())) > 1:
+            iteration = state.parent.name.removeprefix("iter_").lstrip("0")
+            raise ConfigError(
+                f"a save directory with checkpoints needs its tracker file {TRACKER}",
+                seen=f"{state.parent}, but no {root / TRACKER}",
+                fix=f"write {iteration} into it, or --resume {state.parent}, --resume never, or another --save",
+            )
 
 
 def check_optimizer_state(config: RunConfig, point: ResumePoint) -> None:
@@ -80,6 +121,27 @@ def check_optimizer_state(config: RunConfig, point: ResumePoint) -> None:
             seen=str(point.directory),
             fix=ways_out(point),
         )
+
+
+def check_same_point(point: ResumePoint | None) -> None:
+    """Collective over all ranks: every one continues the same checkpoint, or none does.
+
+    Raises:
+        ConfigError: on every rank, naming two that differ.
+    """
+    import torch.distributed as dist
+
+    mine = ("none", "") if point is None else (f"step {point.iteration}", f" in {point.directory}")
+    everyone: list[tuple[str, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    first = everyone[0]
+    for rank, other in enumerate(everyone):
+        if first is not None and other is not None and other[0] != first[0]:
+            raise ConfigError(
+                "all ranks continue the same checkpoint",
+                seen=f"rank 0: {''.join(first)}; rank {rank}: {''.join(other)}",
+                fix="--save on a file system that all nodes share",
+            )
 
 
 def ways_out(point: ResumePoint) -> str:

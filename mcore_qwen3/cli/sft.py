@@ -13,16 +13,33 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from mcore_qwen3.cli.dry_run import dry_run_lines
 from mcore_qwen3.cli.report import plan_lines
-from mcore_qwen3.cli.resolve import ResolvedRun, resolve, resolve_device, train_iters, with_steps
-from mcore_qwen3.cli.resume import ways_out
-from mcore_qwen3.config import RunConfig, parse_args
+from mcore_qwen3.cli.resolve import (
+    MODEL_VARIABLE,
+    ResolvedRun,
+    resolve,
+    resolve_device,
+    train_iters,
+    with_steps,
+    with_weights,
+)
+from mcore_qwen3.cli.resume import TRACKER_VARIABLE, tracker_stamp, ways_out
+from mcore_qwen3.config import ParsedRun, RunConfig, parse_args
 from mcore_qwen3.data.sources import check_entries
-from mcore_qwen3.launch import LaunchPlan, count_gpus, is_rank, resolve_environment
+from mcore_qwen3.launch import (
+    LaunchPlan,
+    Limits,
+    StopSignals,
+    count_gpus,
+    is_rank,
+    resolve_environment,
+    started_now,
+)
 from mcore_qwen3.launch import run as run_ranks
 
 
 def run(argv: list[str], command: str = "sft") -> int:
     """The words after ``megatron sft`` (or pt) -> exit code."""
+    began = started_now()
     parsed = parse_args(argv, command)
     if parsed.config.launch.device == "cpu":
         # Before anything imports torch, here and in the ranks: the suite runs on a machine with GPUs too.
@@ -31,34 +48,57 @@ def run(argv: list[str], command: str = "sft") -> int:
         from mcore_qwen3.cli.sft_rank import run_rank
 
         return run_rank(parsed)
+    with StopSignals() as signals:
+        with signals.ending_at_once(parsed.config.train.exit_code_on_signal):
+            job = _prepare(parsed)
+        if job is None:
+            return 0
+        plan, environment = job
+        return run_ranks(
+            plan, ["-m", "mcore_qwen3", command, *argv], _limits(parsed.config), signals, extra_env=began | environment
+        )
+
+
+def _prepare(parsed: ParsedRun) -> tuple[LaunchPlan, dict[str, str]] | None:
+    """All that comes before the ranks: what to start and what to tell them, or None when there is nothing to start."""
     plan = launch_plan(parsed.config, os.environ)
     resolved = resolve(parsed, plan.world_size)
     data = resolved.config.data
     files = check_entries((*data.dataset, *data.val_dataset))
     if resolved.config.launch.dry_run:
         _say(dry_run_lines(resolved, files))
-        return 0
+        return None
     _say(plan_lines(resolved))
     if resolved.finished:
         _say([_finished_text(resolved)])
-        return 0
+        return None
     from mcore_qwen3.cli.prepare import PREPARED_VARIABLE, epoch_line, prepare_data
 
+    resolved = with_weights(resolved)
     check_weights(resolved)
     with progress_on_screen():
         prepared = prepare_data(resolved)
     resolved = with_steps(resolved, prepared.train.rows)
-    train = resolved.config.train
-    _say([*prepared.report, epoch_line(prepared, train.global_batch_size), f"steps: {train_iters(resolved.config):,}"])
+    global_batch_size = resolved.config.train.global_batch_size
+    _say([*prepared.report, epoch_line(prepared, global_batch_size), f"steps: {train_iters(resolved.config):,}"])
     if resolved.finished:
         _say([_finished_text(resolved)])
-        return 0
-    return run_ranks(
-        plan,
-        ["-m", "mcore_qwen3", command, *argv],
-        exit_grace=train.exit_grace,
-        exit_code_on_signal=train.exit_code_on_signal,
-        extra_env={PREPARED_VARIABLE: str(prepared.path)},
+        return None
+    return plan, {
+        PREPARED_VARIABLE: str(prepared.path),
+        MODEL_VARIABLE: str(resolved.model.directory),
+        TRACKER_VARIABLE: tracker_stamp(resolved.config),
+    }
+
+
+def _limits(config: RunConfig) -> Limits:
+    return Limits(
+        exit_grace=config.train.exit_grace,
+        exit_code_on_signal=config.train.exit_code_on_signal,
+        step_timeout=config.launch.step_timeout,
+        max_restarts=config.launch.max_restarts,
+        # A node learns of another's failure when an operation over the ranks times out; then it ends its own ranks.
+        meeting_seconds=60 * config.launch.distributed_timeout_minutes + 60,
     )
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from mcore_qwen3.cli.prepare import check_same_data, prepare_data
-from mcore_qwen3.cli.resolve import ResolvedRun, resolve, train_iters, with_steps
-from mcore_qwen3.config import ParsedRun, decay_iters, warmup_iters
+from mcore_qwen3.cli.resolve import ResolvedRun, resolve, train_iters, with_steps, with_weights
+from mcore_qwen3.cli.resume import check_same_point
+from mcore_qwen3.cli.shared_folder import check_shared_folder
+from mcore_qwen3.config import ParsedRun, RunConfig, decay_iters, greater_is_better, warmup_iters
 from mcore_qwen3.data.prepare import Prepared
 from mcore_qwen3.errors import ConfigError
-from mcore_qwen3.launch import on_stop_request, rank_main
+from mcore_qwen3.launch import SUPERVISED, Heartbeat, on_stop_request, rank_main, restarted, started_at
 from mcore_qwen3.runtime import groups
 from mcore_qwen3.runtime.device import Device, choose_device, set_cuda_environment
 
@@ -27,10 +30,12 @@ def _run(parsed: ParsedRun) -> int:
         if os.environ["RANK"] == "0":
             print(text, flush=True)
 
-    run = resolve(parsed, int(os.environ["WORLD_SIZE"]))
+    run = with_weights(resolve(parsed, int(os.environ["WORLD_SIZE"])))
     if run.config.launch.device == "cuda":
         for line in set_cuda_environment():
             say(line)
+    for line in _idle_limits(run.config):
+        say(line)
     device = choose_device(parsed.config.launch.device, int(os.environ["LOCAL_RANK"]))
     if device.kind != run.config.launch.device:
         raise ConfigError(
@@ -41,9 +46,12 @@ def _run(parsed: ParsedRun) -> int:
     prepared = prepare_data(run)  # found in the cache; before the ranks meet, so that no collective waits for it
     run = with_steps(run, prepared.train.rows)
     groups.prepare_megatron(device)
-    groups.start_process_group(device)
+    timeout_s = 60 * run.config.launch.distributed_timeout_minutes
+    groups.start_process_group(device, timeout_s)
+    check_shared_folder(Path(str(run.config.checkpoint.save)))
     check_same_data(prepared)
-    groups.start_model_parallel(run.layout)
+    check_same_point(run.resume)
+    groups.start_model_parallel(run.layout, timeout_s)
     groups.seed_everything(run.config.train.seed)
     say(f"{run.layout.world_size} ranks joined; device {device.kind}: {device.reason}")
     code = _train(run, prepared, device, say)
@@ -59,21 +67,28 @@ def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> in
     from mcore_qwen3.train.schedule import LearningRate
 
     config = run.config
-    stop = StopRequest()
+    stop = StopRequest(_time_limit(config))
     on_stop_request(stop.set)
+    heartbeat = Heartbeat(enabled=config.launch.step_timeout > 0)
     chunks, optimizer, state = parts.build(run, device, say)
+    parts.dry_batch(run, prepared, device, chunks, optimizer, say)
     save = parts.save_root(run)
     total = train_iters(config)
     log = TrainLog(
         save, total, config.train.log_interval, active=os.environ["RANK"] == "0", start_iteration=state.iteration
     )
+    if (restart := restarted(os.environ)) is not None:
+        log.restart(state.iteration, restart.number, restart.reason)
     plan = Plan(
         train_iters=total,
         global_batch_size=run.batch.global_batch_size,
         eval_interval=config.train.eval_interval or total,
         save_interval=config.checkpoint.save_interval,
-        save=save,
         save_optimizer=not config.checkpoint.no_save_optim,
+        eval_on_start=config.train.eval_on_start,
+        max_skipped_iters=config.train.max_skipped_iters,
+        metric_for_best_model=config.checkpoint.metric_for_best_model or "",
+        greater_is_better=greater_is_better(config),
     )
     schedule = LearningRate(
         lr=config.optim.lr,
@@ -82,6 +97,7 @@ def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> in
         warmup_iters=warmup_iters(config),
         decay_iters=decay_iters(config),
     )
+    evaluation = parts.evaluation(run, prepared)
     state = train(
         plan,
         Parts(
@@ -89,17 +105,32 @@ def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> in
             chunks=chunks,
             optimizer=optimizer,
             schedule=schedule,
-            batches=parts.training_batches(run, prepared, state.consumed_samples),
-            evaluation=parts.evaluation(run, prepared),
-            writer=parts.checkpoint_writer(run),
-            after_save=parts.exporter(run, say),
+            batches=heartbeat.around("step", parts.training_batches(run, prepared, state.consumed_samples)),
+            evaluation=evaluation and (lambda: heartbeat.around("evaluation", evaluation())),
+            enter=heartbeat.enter,
+            saver=parts.checkpoint_saver(run, log.say),
             log=log,
         ),
         state,
         stop,
     )
+    heartbeat.enter("end")
     log.close()
     if state.stopped_by != "end":
         say(f"stopped by {state.stopped_by} after step {state.iteration}; the same command continues")
-        return config.train.exit_code_on_signal
-    return 0
+    return config.train.exit_code_on_signal if state.stopped_by.startswith("SIG") else 0
+
+
+def _time_limit(config: RunConfig) -> float | None:
+    """When the run has to end by exit_duration_in_mins, by time.monotonic()."""
+    minutes = config.train.exit_duration_in_mins
+    return started_at(os.environ) + 60 * minutes if minutes else None
+
+
+def _idle_limits(config: RunConfig) -> list[str]:
+    """What a rank that someone started by hand cannot do: there is no supervisor to do it."""
+    if SUPERVISED in os.environ:
+        return []
+    values = {"max_restarts": config.launch.max_restarts, "step_timeout": config.launch.step_timeout}
+    because = "the ranks were started without megatron's own launcher"
+    return [f"--{name} has no effect in this run: {because}" for name, value in values.items() if value]

@@ -1,6 +1,6 @@
 """Every setting of a run as frozen dataclasses: from flags and YAML, and back to YAML. Imports no torch."""
 
-from mcore_qwen3.config.checks import check_schedule, decay_iters, warmup_iters
+from mcore_qwen3.config.checks import check_schedule, decay_iters, greater_is_better, warmup_iters
 from mcore_qwen3.config.commands import DATA, EXPORT, HF2MCORE, MCORE2HF, PLAN, VERIFY, ParsedRun, parse_args
 from mcore_qwen3.config.convert import Hf2McoreConfig, Mcore2HfConfig, VerifyConfig, shard_bytes
 from mcore_qwen3.config.data import DataFlags, renamed_columns
@@ -33,6 +33,7 @@ __all__ = [
     "check_schedule",
     "decay_iters",
     "flags_without_effect",
+    "greater_is_better",
     "iter_flags",
     "parse_args",
     "parse_command",

@@ -19,6 +19,8 @@ def check(config: RunConfig, command: str) -> None:
     _check_length(config, command)
     check_schedule(config)
     _check_capacity(config)
+    _check_best(config)
+    _check_restarts(config)
     if config.model.recompute_granularity == "selective" and not config.model.recompute_modules:
         raise ConfigError("selective recompute needs a module", seen="recompute_modules is empty", fix="name core_attn")
 
@@ -34,6 +36,23 @@ def decay_iters(config: RunConfig) -> int:
     iters = config.optim.lr_decay_iters or config.train.train_iters
     assert iters is not None, "check() requires train_iters, or epochs have given it"
     return iters
+
+
+def greater_is_better(config: RunConfig) -> bool:
+    """How metric_for_best_model is compared: as asked for, else accuracy upwards, loss and perplexity downwards."""
+    asked = config.checkpoint.greater_is_better
+    return config.checkpoint.metric_for_best_model == "token_acc" if asked is None else asked
+
+
+def _check_best(config: RunConfig) -> None:
+    """Checkpoints can be compared only where each one has an evaluation of its own step."""
+    every, saved = config.train.eval_interval, config.checkpoint.save_interval
+    if config.checkpoint.metric_for_best_model is not None and every is not None and saved % every:
+        raise ConfigError(
+            "metric_for_best_model needs an evaluation at the step of every checkpoint",
+            seen=f"--save_interval {saved}, --eval_interval {every}",
+            fix="make save_interval a multiple of eval_interval, or leave eval_interval out",
+        )
 
 
 def _check_length(config: RunConfig, command: str) -> None:
@@ -72,6 +91,15 @@ def check_schedule(config: RunConfig) -> None:
             "the warm-up must be shorter than the decay",
             seen=f"--lr_warmup_iters {warmup}, {source} {decay}",
             fix=f"--lr_warmup_iters {decay - 1} or less, or a larger --{source}",
+        )
+
+
+def _check_restarts(config: RunConfig) -> None:
+    if config.launch.max_restarts and config.checkpoint.no_save_optim and not config.checkpoint.no_load_optim:
+        raise ConfigError(
+            "a restart continues from a checkpoint, which needs the optimizer state",
+            seen=f"--max_restarts {config.launch.max_restarts} --no_save_optim true",
+            fix="drop one of the two, or add --no_load_optim true to go on with moments at zero",
         )
 
 

@@ -16,7 +16,9 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 class PlaceFlags:
     """Places: what is read and what is written."""
 
-    src: str | None = flag(None, "directory to read; the first word without a flag")
+    src: str | None = flag(
+        None, "what to read: a directory, or (hf2mcore) a hub's OWNER/NAME; the first word without a flag"
+    )
     dst: str | None = flag(None, "directory to write; the second word without a flag")
     overwrite: bool = flag(False, "put the result in place of a directory that exists")
 
@@ -25,7 +27,16 @@ class PlaceFlags:
 class ReferenceFlags:
     """Reference: the files beside the weights, for a checkpoint without hf/."""
 
-    hf_config: str | None = flag(None, "directory with config.json and the tokenizer; unset: the checkpoint's own hf/")
+    hf_config: str | None = flag(
+        None, "directory, or a hub's OWNER/NAME, with config.json and the tokenizer; unset: the checkpoint's own hf/"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HubFlags:
+    """Hub: where a model comes from that is named as OWNER/NAME and is no directory here."""
+
+    use_hf: bool | None = flag(None, "true Hugging Face, false ModelScope; unset: one, then the other")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,8 +78,8 @@ class WorkFlags:
 class CompareFlags:
     """Compare: two checkpoints, each in either format."""
 
-    a: str | None = flag(None, "first checkpoint; the first word without a flag")
-    b: str | None = flag(None, "second checkpoint; the second word without a flag")
+    a: str | None = flag(None, "first checkpoint: a directory or a hub's OWNER/NAME; the first word without a flag")
+    b: str | None = flag(None, "second checkpoint, likewise; the second word without a flag")
     logits: bool = flag(False, "also run A by this project's model and B by transformers, both in fp32, and compare")
     max_logit_difference: float = flag(1e-3, "with --logits: the largest difference that passes", at_least=0)
 
@@ -78,6 +89,7 @@ class Hf2McoreConfig:
     """Settings of `convert hf2mcore`."""
 
     place: PlaceFlags = field(default_factory=PlaceFlags)
+    hub: HubFlags = field(default_factory=HubFlags)
     form: FormFlags = field(default_factory=FormFlags)
     work: WorkFlags = field(default_factory=WorkFlags)
 
@@ -88,6 +100,7 @@ class Mcore2HfConfig:
 
     place: PlaceFlags = field(default_factory=PlaceFlags)
     reference: ReferenceFlags = field(default_factory=ReferenceFlags)
+    hub: HubFlags = field(default_factory=HubFlags)
     form: FormFlags = field(default_factory=FormFlags)
     shards: ShardFlags = field(default_factory=ShardFlags)
     work: WorkFlags = field(default_factory=WorkFlags)
@@ -99,6 +112,7 @@ class VerifyConfig:
 
     compare: CompareFlags = field(default_factory=CompareFlags)
     reference: ReferenceFlags = field(default_factory=ReferenceFlags)
+    hub: HubFlags = field(default_factory=HubFlags)
 
 
 def check_conversion(config: Hf2McoreConfig | Mcore2HfConfig) -> None:

@@ -24,7 +24,7 @@ class DataFlags:
         (), "share of each dataset, in order, until one is used up; unset: one after the other, all rows"
     )
     use_hf: bool | None = flag(
-        None, "hub of names without prefix: true Hugging Face, false ModelScope; unset: one, then the other"
+        None, "hub of names without prefix, --load too: true Hugging Face, false ModelScope; unset: one, then the other"
     )
     columns: str | None = flag(None, 'renames columns, as JSON: {"question": "query", "reply": "response"}')
     strict: bool = flag(False, "stop at rows that cannot be used; false: they are dropped, counted and named")

@@ -159,17 +159,25 @@ _TABLE = (
         lambda config, facts: bool(config.data.val_dataset) and config.data.split_dataset_ratio > 0,
     ),
     _Effect(
-        ("eval_interval", "val_dataset", "split_dataset_ratio"),
+        (
+            *("eval_interval", "eval_on_start", "val_dataset", "split_dataset_ratio"),
+            *("metric_for_best_model", "greater_is_better"),
+        ),
         "eval_iters is 0",
         lambda config, facts: config.train.eval_iters == 0,
     ),
     _Effect(
-        ("eval_iters", "eval_interval"),
+        ("eval_iters", "eval_interval", "eval_on_start", "metric_for_best_model", "greater_is_better"),
         "there is no validation data",
         lambda config, facts: not facts.evaluates and config.train.eval_iters != 0,
     ),
     _Effect(
-        ("no_load_optim",),
+        ("greater_is_better",),
+        "metric_for_best_model is unset",
+        lambda config, facts: config.checkpoint.metric_for_best_model is None,
+    ),
+    _Effect(
+        ("no_load_optim", "use_checkpoint_opt_param_scheduler"),
         "no earlier run is continued",
         lambda config, facts: not facts.resumes,
     ),

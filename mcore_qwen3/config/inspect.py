@@ -13,7 +13,9 @@ from mcore_qwen3.errors import ConfigError
 class TokenizerFlags:
     """Model: whose tokenizer and chat template."""
 
-    load: str | None = flag(None, "checkpoint, or a folder with tokenizer.json and the chat template alone")
+    load: str | None = flag(
+        None, "checkpoint, a hub's OWNER/NAME, or a folder with tokenizer.json and the chat template alone"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,9 @@ from mcore_qwen3.config.flags import flag
 class ModelFlags:
     """Model: the weights to start from and how the layers are computed."""
 
-    load: str | None = flag(None, "checkpoint to start from: a Hugging Face folder or an mcore folder")
+    load: str | None = flag(
+        None, "checkpoint to start from: a Hugging Face folder, a hub's OWNER/NAME, or an mcore folder"
+    )
     transformer_impl: str = flag(
         "auto",
         "modules: torch (runs anywhere) or transformer_engine (GPU only); auto takes the latter where it can run",

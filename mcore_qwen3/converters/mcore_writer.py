@@ -171,7 +171,7 @@ def write_mcore(
         report = _report(dst, source, pieces, len(used))
         if complete:
             source.check_all_used(used)
-            chunks = [Chunk(p.key, p.global_shape, p.starts, p.sizes, p.dtype, _no_values) for p in pieces]
+            chunks = [Chunk(p.key, p.global_shape, p.starts, p.sizes, p.dtype) for p in pieces]
             merge_parts(release, chunks, [written for result in results for written in result["written"]])
             copy_side_files(side_dir, release / "hf")
             TorchDistSource(release, shape).close()  # what was written can be read
@@ -231,7 +231,3 @@ def _values(source: WeightSource, piece: Piece, finite: bool) -> torch.Tensor:
     padded = torch.zeros(piece.sizes, dtype=piece.dtype)
     padded[tuple(slice(0, size) for size in values.shape)] = values
     return padded
-
-
-def _no_values() -> torch.Tensor:
-    raise RuntimeError("the values are written already")

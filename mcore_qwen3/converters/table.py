@@ -151,9 +151,9 @@ def key_aliases(shape: ModelShape) -> Mapping[str, str]:
 
     Megatron's local spec stores a MoE layer's norm under the dense layer's name; its transformer-engine spec does not.
     """
-    if shape.is_moe:
-        return {LAYERS + "mlp.linear_fc1.layer_norm_weight": LAYERS + "pre_mlp_layernorm.weight"}
-    return {}
+    layers = [f"{LAYERS}{layer}." for layer, has_experts in enumerate(shape.moe_layers) if has_experts]
+    prefixes = layers if shape.is_mixed or not shape.is_moe else [LAYERS]
+    return {prefix + "mlp.linear_fc1.layer_norm_weight": prefix + "pre_mlp_layernorm.weight" for prefix in prefixes}
 
 
 def _one_layer(shape: ModelShape, layer: int) -> Iterator[Rule]:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from mcore_qwen3.arch.shape import ModelShape
+from mcore_qwen3.converters.check_sums import verify_tensor
 from mcore_qwen3.converters.data_only import EntryReader, load_plain, read_metadata
 from mcore_qwen3.converters.source import Bounds, Entry, WeightSource, name_some
 from mcore_qwen3.converters.table import LAYERS, Rule, key_aliases, name_table
@@ -147,9 +148,11 @@ class _StoredSource(WeightSource):
             self._cache.move_to_end(place)
             return self._cache[place]
         where = f"{self.directory / chunk.info.relative_path} at byte {chunk.info.offset}"
-        tensor = load_plain(self._reader.read(chunk.info), where)
+        stream = self._reader.read(chunk.info)
+        tensor = load_plain(stream, where)
         if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), tensor.dtype) != (chunk.stored_sizes, dtype):
             raise ConversionError("a stored chunk must be a tensor of the shape and dtype in .metadata", seen=where)
+        verify_tensor(tensor, stream, where)
         tensor = tensor.reshape(chunk.sizes)
         self._cache[place] = tensor
         self._cached_bytes += tensor.nbytes
@@ -228,9 +231,19 @@ def _is_other_state(name: str) -> bool:
 def _by_key(sizes: Iterable[str], shape: ModelShape) -> Stored:
     """The stored names behind each key: under another spelling of it, or with one name for each layer.
 
-    Megatron names layers one by one when it takes them to be of different kinds, as with a `moe_layer_freq` list.
+    Megatron names layers one by one when it takes them to be of different kinds, as with a `moe_layer_freq` list. Where they
+    are (`shape.is_mixed`), these names are the keys; elsewhere they are put together.
     """
     names = set(sizes)
+    stored: Stored = {name: (name,) for name in names} if shape.is_mixed else _layers_together(names, shape)
+    for alias, key in key_aliases(shape).items():
+        if alias in stored and key not in stored:
+            stored[key] = stored.pop(alias)
+    return stored
+
+
+def _layers_together(names: set[str], shape: ModelShape) -> Stored:
+    """Names of single layers behind the key of all of them; other names behind themselves."""
     stored: Stored = {}
     for name in sorted(names):
         single = _SINGLE_LAYER.fullmatch(name)
@@ -240,11 +253,7 @@ def _by_key(sizes: Iterable[str], shape: ModelShape) -> Stored:
         elif key not in names and key not in stored:
             stored[key] = tuple(f"{LAYERS}{layer}.{single[2]}" for layer in range(shape.num_layers))
     strays = names - {name for found in stored.values() for name in found}
-    stored |= {name: (name,) for name in strays}
-    for alias, key in key_aliases(shape).items():
-        if alias in stored and key not in stored:
-            stored[key] = stored.pop(alias)
-    return stored
+    return stored | {name: (name,) for name in strays}
 
 
 def _one_dtype(names: tuple[str, ...], tensors: dict[str, TensorStorageMetadata]) -> torch.dtype:
@@ -272,7 +281,8 @@ def _check_tensors(table: tuple[Rule, ...], stored: Stored, sizes: dict[str, tup
     for key, rule in rules.items():
         for name in stored[key]:
             size = sizes[name]
-            wanted = rule.shape[1:] if _SINGLE_LAYER.fullmatch(name) else rule.shape
+            one_of_all = _SINGLE_LAYER.fullmatch(name) and not _SINGLE_LAYER.fullmatch(key)
+            wanted = rule.shape[1:] if one_of_all else rule.shape
             fits = size[1:] == wanted[1:] and size[0] >= rule.rows if rule.vocabulary else size == wanted
             if not fits:
                 raise ConversionError(

@@ -34,9 +34,13 @@ Written = tuple[str, tuple[int, ...], str, int, int]
 """One chunk on disk: key, place of its first value, file, first byte, bytes. JSON can hold it."""
 
 
+def _no_values() -> torch.Tensor:
+    raise RuntimeError("the values of this chunk are elsewhere")
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A rectangle of a global tensor that this process writes.
+    """A rectangle of a global tensor, to be written by one process.
 
     Attributes:
         key: name of the global tensor.
@@ -44,7 +48,7 @@ class Chunk:
         starts: place of the first value in it.
         sizes: size on each axis.
         dtype: of the stored values.
-        resolve: gives the values, in any shape with the right number of them; called once, when its turn comes.
+        resolve: gives the values, in any shape with the right number of them; called once, when its turn comes. Left out where the chunk is only described.
     """
 
     key: str
@@ -52,7 +56,7 @@ class Chunk:
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
     dtype: torch.dtype
-    resolve: Callable[[], torch.Tensor]
+    resolve: Callable[[], torch.Tensor] = _no_values
 
 
 class _Planner(dcp.DefaultSavePlanner):
@@ -81,7 +85,7 @@ class _Planner(dcp.DefaultSavePlanner):
 class _Writer(dcp.FileSystemWriter):
     """torch's writer, but holding one chunk at a time: torch's own keeps the last chunk of every tensor in memory."""
 
-    def __init__(self, directory: Path, report: Callable[[int], None] = lambda nbytes: None) -> None:
+    def __init__(self, directory: Path, report: Callable[[int], None]) -> None:
         super().__init__(directory, single_file_per_rank=True, sync_files=True)
         self._report = report
 
@@ -128,20 +132,13 @@ def _write_item(chunk: Chunk) -> WriteItem:
     )
 
 
-def write_chunks(directory: Path, chunks: Sequence[Chunk]) -> None:
-    """Write this process's chunks and, on rank 0, `.metadata`; collective when torch.distributed runs.
-
-    Args:
-        directory: exists and is empty of checkpoint files.
-        chunks: together over all ranks they must cover every global tensor exactly once.
-
-    Raises:
-        dcp.api.CheckpointException: a chunk overlaps another, a tensor is incomplete, or the disk refused.
-    """
-    dcp.save({}, storage_writer=_Writer(directory), planner=_Planner(chunks))
+def _unheard(nbytes: int) -> None:
+    """Where nobody asks how far the writing is."""
 
 
-def write_part(directory: Path, chunks: Sequence[Chunk], part: int, report: Callable[[int], None]) -> list[Written]:
+def write_part(
+    directory: Path, chunks: Sequence[Chunk], part: int, report: Callable[[int], None] = _unheard
+) -> list[Written]:
     """Write one part's chunks into a file of its own, without torch.distributed; `merge_parts` completes the directory.
 
     Args:
@@ -149,6 +146,9 @@ def write_part(directory: Path, chunks: Sequence[Chunk], part: int, report: Call
         chunks: of this part.
         part: its number.
         report: called with the bytes of each chunk once it is written.
+
+    Returns:
+        Where each chunk lies; the file is durable.
 
     Raises:
         OSError: the disk refused.
@@ -191,7 +191,7 @@ def merge_parts(directory: Path, chunks: Sequence[Chunk], written: Sequence[Writ
         assert item.index.offset is not None
         info = places[item.index.fqn, tuple(item.index.offset)]
         results.append(WriteResult(item.index, info.length, info))
-    _Writer(directory).finish(metadata, [results])
+    _Writer(directory, _unheard).finish(metadata, [results])
 
 
 def write_common(directory: Path, iteration: int) -> None:

@@ -15,9 +15,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -40,6 +40,7 @@ class StepBatch:
         rows: int64 [num_microbatches, B], the numbers of this rank's rows; EMPTY where a row only fills up.
         tokens, trained_tokens: this rank's tokens without padding, and trained targets.
         global_tokens, global_trained_tokens: the same over all ranks; every rank knows them without asking.
+        places: number of a row (not EMPTY) -> the file and line of each of its samples; slow, for errors.
     """
 
     micro_batches: list[MicroBatch]
@@ -49,6 +50,7 @@ class StepBatch:
     trained_tokens: int
     global_tokens: int
     global_trained_tokens: int
+    places: Callable[[int], list[str]]
 
 
 def train_batches(
@@ -76,6 +78,21 @@ def eval_batches(prepared: Prepared, plan: BatchPlan, *, dp_rank: int, eval_iter
     whole = -(-len(reader) // plan.global_batch_size)
     number = whole if eval_iters == -1 else min(eval_iters, whole)
     return _ahead(_Steps(prepared, reader, plan, dp_rank, _DataOrder(len(reader)), 0), range(number), 0)
+
+
+def largest_batch(prepared: Prepared, plan: BatchPlan, *, num_microbatches: int) -> StepBatch:
+    """A step of the largest shape that the training rows can give: each micro-batch holds the longest rows.
+
+    The same rows on every rank. With packing every row has this length; without, only a step with the longest row.
+    """
+    reader = SplitReader(prepared.path, TRAIN)
+    longest = np.argsort(-reader.tokens, kind="stable")[: plan.micro_batch_size]
+    small = replace(
+        plan,
+        num_microbatches=num_microbatches,
+        global_batch_size=num_microbatches * plan.data * plan.micro_batch_size,
+    )
+    return _Steps(prepared, reader, small, 0, _Repeated(longest), 0).build(0)
 
 
 class _ShuffledOrder:
@@ -116,6 +133,16 @@ class _DataOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class _Repeated:
+    """The same few rows at all places."""
+
+    rows: np.ndarray
+
+    def take(self, start: int, number: int) -> np.ndarray:
+        return np.resize(self.rows, start + number)[start:]
+
+
+@dataclass(frozen=True, slots=True)
 class _Steps:
     """Builds the steps of one rank; `start` is the place of the run where step 0 begins."""
 
@@ -123,7 +150,7 @@ class _Steps:
     reader: SplitReader
     plan: BatchPlan
     dp_rank: int
-    order: _ShuffledOrder | _DataOrder
+    order: _ShuffledOrder | _DataOrder | _Repeated
     start: int
 
     def build(self, step: int) -> StepBatch:
@@ -146,6 +173,7 @@ class _Steps:
             trained_tokens=_total(self.reader.trained_tokens, mine),
             global_tokens=_total(self.reader.tokens, everyone),
             global_trained_tokens=_total(self.reader.trained_tokens, everyone),
+            places=self.reader.places,
         )
 
     def _row_length(self, rows: np.ndarray) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mcore_qwen3.data.cache import write_rows, write_samples
+from mcore_qwen3.data.cache import write_places, write_rows, write_samples
 from mcore_qwen3.data.forms import Conversation, FileRows, Item, read_conversations, read_documents
 from mcore_qwen3.data.mix import chosen_below, interleave, with_copies
 from mcore_qwen3.data.order import permutation
@@ -72,6 +72,7 @@ def build(folder: Path, request: PrepareRequest, sources: dict[str, list[Source]
     ids = [piece for part in encoded for piece in part.ids]
     lengths = np.concatenate([piece for part in encoded for piece in part.lengths])
     write_samples(folder, ids, (piece for part in encoded for piece in part.mask), [lengths])
+    write_places(folder, (place for part in encoded for place in part.places))
     trained = np.load(folder / "trained.npy")
     report = [line for of in samples.values() for one in of for line in one.lines]
     splits: dict[str, Any] = {TRAIN: None, VALIDATION: None}

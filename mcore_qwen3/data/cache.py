@@ -7,6 +7,7 @@ Files in <cache>/<key>:
     mask.npy          uint8  [tokens]        1 = this token is a trained target
     offsets.npy       int64  [samples + 1]   where each sample starts
     trained.npy       int32  [samples]       trained targets of each sample
+    places.txt        one line a sample      the file and line (or row) that it comes from
     <split>_samples.npy, <split>_rows.npy    rows of samples, as `pack.pack` returns them
 """
 
@@ -27,8 +28,9 @@ from filelock import FileLock, Timeout
 
 from mcore_qwen3.errors import DataError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
+PLACES = "places.txt"
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -80,7 +82,8 @@ def open_or_build(cache_dir: Path, key: str, build: Callable[[Path], dict[str, A
                 manifest = build(building)
                 files = sorted(building.iterdir())
                 sizes = {file.name: file.stat().st_size for file in files}
-                sums = "".join(f"{file.name} {file_digest(file)}\n" for file in files)
+                # The same rows may lie in another folder on another node: where they come from is no part of the sum.
+                sums = "".join(f"{file.name} {file_digest(file)}\n" for file in files if file.name != PLACES)
                 digest = hashlib.sha256(sums.encode()).hexdigest()
                 (building / MANIFEST).write_text(json.dumps({**manifest, "digest": digest, "files": sizes}, indent=1))
                 if folder.exists():  # not complete, else it would have been taken
@@ -105,6 +108,12 @@ def write_samples(
     np.save(folder / "mask.npy", mask_all)
     np.save(folder / "offsets.npy", offsets)
     np.save(folder / "trained.npy", np.add.reduceat(mask_all, offsets[:-1], dtype=np.int32))
+
+
+def write_places(folder: Path, places: Iterable[str]) -> None:
+    """Write where each sample comes from."""
+    with (folder / PLACES).open("w", encoding="utf-8", newline="\n") as handle:
+        handle.writelines(f"{place}\n" for place in places)
 
 
 def write_rows(folder: Path, split: str, samples: np.ndarray, starts: np.ndarray) -> None:

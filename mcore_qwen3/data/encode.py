@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -37,23 +40,26 @@ class Encoded:
     """Samples laid end to end: int32 `ids` and uint8 `mask` in pieces, int64 `lengths` in pieces, one a sample.
 
     `mask` is 1 where the token is a target that is trained. A sample's first token never is: nothing predicts it.
+    `places` says where each sample comes from.
     `cut` counts samples that were shortened; `dropped` rows that gave no sample. `split` gives several samples a row.
     """
 
     ids: list[np.ndarray] = field(default_factory=list)
     mask: list[np.ndarray] = field(default_factory=list)
     lengths: list[np.ndarray] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
     cut: int = 0
     dropped: Tally = field(default_factory=Tally)
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """What a process gives back: kept samples, and the reason for each conversation (by its index) not kept."""
+    """What a process gives back: kept samples with the index of each one's row, and the reason for each row not kept."""
 
     ids: np.ndarray
     mask: np.ndarray
     lengths: np.ndarray
+    rows: list[int]
     cut: int
     reasons: list[tuple[int, str]]
 
@@ -135,6 +141,21 @@ def load_codec(settings: CodecSettings) -> ChatCodec | TextCodec:
     return ChatCodec(settings.tokenizer_dir, settings.rule)
 
 
+class _RememberingContext(SpawnContext):
+    """Starts processes and keeps them: a broken pool does not tell how they ended.
+
+    Spawned, not forked: the tokenizer's threads do not survive a fork.
+    """
+
+    def __init__(self) -> None:
+        self.started: list[SpawnProcess] = []
+
+    def Process(self, *args: Any, **options: Any) -> SpawnProcess:  # type: ignore[override]
+        process = SpawnProcess(*args, **options)
+        self.started.append(process)
+        return process
+
+
 class Encoder:
     """Encodes conversations or texts with `processes` processes (1 = this one). Use as a context manager.
 
@@ -145,11 +166,9 @@ class Encoder:
         self._codec = load_codec(settings)
         self._rule = rule
         self._pool: ProcessPoolExecutor | None = None
+        self._context = _RememberingContext()
         if processes > 1:
-            # Spawned, not forked: the tokenizer's threads do not survive a fork.
-            self._pool = ProcessPoolExecutor(
-                processes, multiprocessing.get_context("spawn"), _start_process, (settings, rule)
-            )
+            self._pool = ProcessPoolExecutor(processes, self._context, _start_process, (settings, rule))
 
     def __enter__(self) -> Encoder:
         return self
@@ -184,6 +203,7 @@ class Encoder:
             encoded.ids.append(chunk.ids)
             encoded.mask.append(chunk.mask)
             encoded.lengths.append(chunk.lengths)
+            encoded.places += [items[start + index].place for index in chunk.rows]
             encoded.cut += chunk.cut
             for index, reason in chunk.reasons:
                 encoded.dropped.add(reason, items[start + index].place)
@@ -197,16 +217,33 @@ class Encoder:
         try:
             yield from self._pool.map(_encode_in_process, chunks)
         except BrokenProcessPool:
+            self._pool.shutdown()  # ends the others, and waits for all exit codes
             raise DataError(
                 "every data process lives to the end",
-                seen="one was killed or could not start (out of memory?)",
-                fix="a lower --dataset_num_proc",
+                seen=_first_death(self._context.started),
+                fix="a lower --dataset_num_proc, or more memory",
             ) from None
+
+
+def _first_death(processes: Sequence[SpawnProcess]) -> str:
+    """What ended one of them; the pool ends the rest with SIGTERM."""
+    for process in processes:
+        code = process.exitcode
+        if code and code != -signal.SIGTERM:
+            if code == -signal.SIGKILL:
+                return f"pid {process.pid} was killed by signal 9 (out of memory? the kernel's log, dmesg, names what it killed)"
+            return (
+                f"pid {process.pid} ended by signal {-code}"
+                if code < 0
+                else f"pid {process.pid} ended with exit code {code}"
+            )
+    return "one could not start, or was ended by SIGTERM"
 
 
 def _encode_chunk(codec: ChatCodec | TextCodec, rule: LengthRule, items: Sequence[Item]) -> _Chunk:
     reasons: list[tuple[int, str]] = []
     kept: list[Marked] = []
+    rows: list[int] = []
     cut = 0
     for index, one in enumerate(codec.encode(items)):
         fitted = one if isinstance(one, str) else fit(*one, rule)
@@ -215,10 +252,12 @@ def _encode_chunk(codec: ChatCodec | TextCodec, rule: LengthRule, items: Sequenc
             continue
         cut += len(fitted) > 1 or len(fitted[0][0]) < len(one[0])
         kept += fitted
+        rows += [index] * len(fitted)
     return _Chunk(
         ids=np.concatenate([ids for ids, _ in kept]) if kept else np.zeros(0, np.int32),
         mask=np.concatenate([mask for _, mask in kept]) if kept else np.zeros(0, np.uint8),
         lengths=np.array([len(ids) for ids, _ in kept], dtype=np.int64),
+        rows=rows,
         cut=cut,
         reasons=reasons,
     )

@@ -46,4 +46,5 @@ def read_documents(bin_file: Path, rule: LengthRule) -> tuple[Encoded, int]:
             encoded.ids.append(part)
             encoded.mask.append(mask)
             encoded.lengths.append(np.array([len(part)], np.int64))
+            encoded.places.append(f"{bin_file}:document {number}")
     return encoded, documents

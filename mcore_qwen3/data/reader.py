@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from mcore_qwen3.data.cache import PLACES
+
 Sample = tuple[np.ndarray, np.ndarray]  # int32 ids, uint8 marks of trained targets; equal in length
 
 
@@ -25,6 +27,11 @@ class SplitReader:
         numbers = self._samples[self._starts[row] : self._starts[row + 1]].tolist()
         bounds = [(int(self._offsets[number]), int(self._offsets[number + 1])) for number in numbers]
         return [(self._ids[start:end], self._mask[start:end]) for start, end in bounds]
+
+    def places(self, row: int) -> list[str]:
+        """Where each sample of a row comes from, as `file:line`. Reads all places: it is for errors."""
+        places = (self._folder / PLACES).read_text(encoding="utf-8").split("\n")
+        return [places[number] for number in self._samples[self._starts[row] : self._starts[row + 1]].tolist()]
 
     @cached_property
     def tokens(self) -> np.ndarray:

@@ -10,9 +10,11 @@ import importlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mcore_qwen3.data.hubs import HUGGING_FACE, MODELSCOPE, NotOnAHubError, first_answer, hubs_to_ask
 from mcore_qwen3.data.rows import SUFFIXES, DataFile
 from mcore_qwen3.errors import DataError
 
@@ -69,22 +71,17 @@ def _source(entry: str, use_hf: bool | None) -> Source:
     if hub is None and (files := _local_files(name)):
         return Source(name, LOCAL, tuple(files), number)
     identifier, subset = _hub_name(entry, name)
-    hubs = [hub] if hub else {None: ["hf", "ms"], True: ["hf"], False: ["ms"]}[use_hf]
-    problems = []
-    for one in hubs:
-        title, load = _HUBS[one]
-        try:
-            found = load(identifier, subset)
-        except Exception as error:  # each library has its own kinds
-            problems.append(f"{title}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-            continue
-        files = [DataFile(f"{identifier}/{path.name}", path) for path in found]
-        return Source(name, title, tuple(files), number)
-    raise DataError(
-        f"{identifier} is a data set that can be downloaded, or a file or folder here",
-        seen="; ".join(problems),
-        fix="the name, the network, hf:: or ms:: before the name, or a downloaded copy",
-    )
+    hubs = (hub,) if hub else hubs_to_ask(use_hf)
+    try:
+        title, found = first_answer({one: partial(_LOADERS[one], identifier, subset) for one in hubs})
+    except NotOnAHubError as error:
+        raise DataError(
+            f"{identifier} is a data set that can be downloaded, or a file or folder here",
+            seen=error,
+            fix="the name, the network, hf:: or ms:: before the name, or a downloaded copy",
+        ) from None
+    files = [DataFile(f"{identifier}/{path.name}", path) for path in found]
+    return Source(name, title, tuple(files), number)
 
 
 def _parts(entry: str) -> tuple[str | None, str, int | None]:
@@ -173,7 +170,7 @@ def _arrow_files(dataset: Any) -> list[Path]:
     return files
 
 
-_HUBS: dict[str, tuple[str, Callable[[str, str | None], list[Path]]]] = {
-    "hf": ("Hugging Face", _from_hugging_face),
-    "ms": ("ModelScope", _from_modelscope),
+_LOADERS: dict[str, Callable[[str, str | None], list[Path]]] = {
+    HUGGING_FACE: _from_hugging_face,
+    MODELSCOPE: _from_modelscope,
 }

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+from mcore_qwen3.launch.attempt import Limits
 from mcore_qwen3.launch.environment import LaunchPlan, count_gpus, is_rank, resolve_environment
-from mcore_qwen3.launch.rank_report import on_stop_request, rank_main
+from mcore_qwen3.launch.heartbeat import Heartbeat
+from mcore_qwen3.launch.rank_report import (
+    SUPERVISED,
+    on_stop_request,
+    rank_main,
+    restarted,
+    started_at,
+    started_now,
+)
+from mcore_qwen3.launch.signals import StopSignals
 from mcore_qwen3.launch.supervisor import run
 from mcore_qwen3.launch.torchrun import torchrun_command
 
 __all__ = [
+    "SUPERVISED",
+    "Heartbeat",
     "LaunchPlan",
+    "Limits",
+    "StopSignals",
     "count_gpus",
     "is_rank",
     "on_stop_request",
     "rank_main",
     "resolve_environment",
+    "restarted",
     "run",
+    "started_at",
+    "started_now",
     "torchrun_command",
 ]

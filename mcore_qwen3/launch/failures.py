@@ -53,6 +53,13 @@ def failure_text(failure: RankError | SilentDeath) -> str:
     return f"{where} it ended without an error message: {_exit_text(failure.exit_code)}"
 
 
+def failure_line(failure: RankError | SilentDeath) -> str:
+    """The same in one line."""
+    if isinstance(failure, SilentDeath) or failure.traceback is None:
+        return failure_text(failure)
+    return f"rank {failure.rank} on {failure.host} failed first: {' '.join(failure.message.split())}"
+
+
 def failure_exit_code(failure: RankError | SilentDeath) -> int:
     """2 for what the user can mend, else 1."""
     return EXIT_USER_ERROR if isinstance(failure, RankError) and failure.clean else EXIT_FAULT

@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +30,9 @@ from mcore_qwen3.launch.processes import die_with_parent
 RUN_DIR = "MCORE_QWEN3_RUN_DIR"  # the folder of the files above
 SUPERVISED = "MCORE_QWEN3_SUPERVISED"  # "1" in processes below a supervisor
 TORCHRUN_PID = "MCORE_QWEN3_TORCHRUN_PID"
+RESTARTS = "MCORE_QWEN3_RESTARTS"  # how often the ranks were started again before; not set the first time
+RESTART_REASON = "MCORE_QWEN3_RESTART_REASON"  # one line: why the last start failed
+STARTED = "MCORE_QWEN3_STARTED"  # time.monotonic() when the job's command was started on this machine
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 EXIT_FAULT = 1  # a rank ended by a fault of the program or the machine
@@ -66,7 +69,7 @@ class RankDone:
     exit_code: int
 
 
-def _write(folder: Path, name: str, text: str) -> None:
+def write_whole(folder: Path, name: str, text: str) -> None:
     """Write a file that a reader sees complete or not at all."""
     temporary = folder / f".{name}.{os.getpid()}"
     temporary.write_text(text)
@@ -77,7 +80,7 @@ def report_done(rank: int, exit_code: int = 0) -> None:
     """Tell the supervisor that this rank's work is done. Without a supervisor nothing happens."""
     if RUN_DIR in os.environ:
         done = RankDone(rank, os.getpid(), exit_code)
-        _write(Path(os.environ[RUN_DIR]), f"rank_{rank}.done", json.dumps(asdict(done)))
+        write_whole(Path(os.environ[RUN_DIR]), f"rank_{rank}.done", json.dumps(asdict(done)))
 
 
 def report_error(rank: int, exc: BaseException, clean: bool) -> bool:
@@ -100,7 +103,7 @@ def report_error(rank: int, exc: BaseException, clean: bool) -> bool:
     )
     if RUN_DIR in os.environ:
         try:
-            _write(Path(os.environ[RUN_DIR]), f"rank_{rank}.error", json.dumps(asdict(error)))
+            write_whole(Path(os.environ[RUN_DIR]), f"rank_{rank}.error", json.dumps(asdict(error)))
             return True
         except OSError as failure:
             print(f"rank {rank}: could not report to the launcher: {failure}", file=sys.stderr)
@@ -124,7 +127,7 @@ def rank_main(fn: Callable[[], int]) -> int:
     rank = int(os.environ["RANK"])
     watch_parent()
     with suppress(KeyError, OSError):  # without a supervisor, or its folder: nothing to tell
-        _write(Path(os.environ[RUN_DIR]), f"rank_{rank}.started", str(os.getpid()))
+        write_whole(Path(os.environ[RUN_DIR]), f"rank_{rank}.started", str(os.getpid()))
     try:
         exit_code = fn()
     except BaseException as exc:
@@ -160,9 +163,32 @@ def on_stop_request(callback: Callable[[int], None]) -> None:
             callback(int(request.read_text()))
 
 
+def started_now() -> dict[str, str]:
+    """What tells ranks when the job's command was started: before data was prepared, and before all restarts."""
+    return {STARTED: str(time.monotonic())}
+
+
+def started_at(environ: Mapping[str, str]) -> float:
+    """When the job's command was started, by time.monotonic(); now, in a rank that was started by hand."""
+    return float(environ.get(STARTED, time.monotonic()))
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """The supervisor has started the ranks again: for which time, and why."""
+
+    number: int
+    reason: str
+
+
+def restarted(environ: Mapping[str, str]) -> Restart | None:
+    """What this rank was started again for; None at the first start, and without a supervisor."""
+    return Restart(int(environ[RESTARTS]), environ[RESTART_REASON]) if RESTARTS in environ else None
+
+
 def request_stop(run_dir: Path, signum: int) -> None:
     """Supervisor: leave the request for ranks that cannot take the signal yet. Call before sending it."""
-    _write(run_dir, "stop", str(signum))
+    write_whole(run_dir, "stop", str(signum))
 
 
 def read_started(run_dir: Path) -> list[int]:

@@ -1,245 +1,105 @@
-"""Start torchrun and stay beside it: signals reach the ranks, one failed rank ends all, and nothing is left behind.
+"""Start the ranks, and start them again after a fault as often as the user allows.
 
-torchrun alone cannot do this: it kills its ranks 30 s after SIGTERM, whether they have saved or not; a signal that it
-does not handle kills it and leaves the ranks running; and after a rank has failed it waits 30 s for ranks that hang in
-a collective. So torchrun and the ranks start with these signals ignored, and the supervisor decides.
+torchrun has restarts of its own. They are not used, because its agent does not see what makes a start worth repeating: it
+counts a full disk and a wrong flag like a lost GPU, restarts after a stop request, waits 30 s for ranks that hang, and
+leaves their helpers running. Here every start is a new torchrun, on a machine where nothing of the last one is left.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-import signal
-import subprocess
-import sys
 import tempfile
-import time
+import textwrap
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
+from mcore_qwen3.launch.attempt import Attempt, Limits, Outcome, say
 from mcore_qwen3.launch.environment import LaunchPlan
-from mcore_qwen3.launch.failures import SilentDeath, exit_code_of, failure_exit_code, failure_text, first_failure
-from mcore_qwen3.launch.processes import (
-    Process,
-    descendants,
-    kill_group,
-    read_processes,
-    send_signal,
-    wait_until_gone,
-)
-from mcore_qwen3.launch.rank_report import (
-    EXIT_FAULT,
-    STOP_SIGNALS,
-    first_error,
-    read_done,
-    read_errors,
-    read_started,
-    request_stop,
-)
+from mcore_qwen3.launch.meeting import Word, meet
+from mcore_qwen3.launch.rank_report import RESTART_REASON, RESTARTS
+from mcore_qwen3.launch.signals import StopSignals
 from mcore_qwen3.launch.torchrun import child_environment, torchrun_command
 
-_SEARCH_SECONDS = 0.2  # between two readings of the whole process table, until all ranks are found
-_POLL_SECONDS = 0.05  # short against torchrun's second, to see how a rank ended before torchrun buries it
-_ONE_REQUEST_SECONDS = 5.0  # SLURM signals every process, and people press Ctrl-C twice: one request
-_AFTER_FAILURE_SECONDS = 3.0  # for the other ranks to report and end by themselves
-_KILLED_TOGETHER_SECONDS = 0.3  # between the end of ranks whose torchrun was killed and the news of torchrun's end
-_LEFTOVER_SECONDS = 2.0  # for helper processes of ranks that have ended in order
-_KILLED_SECONDS = 10.0  # for the kernel to free what killed processes held
+_REASON_LETTERS = 500
+_NOTICE_SECONDS = 30.0  # for a node that ends, to tell the others
 
 
 def run(
     plan: LaunchPlan,
     module_argv: Sequence[str],
+    limits: Limits,
+    signals: StopSignals,
     *,
-    exit_grace: float,
-    exit_code_on_signal: int,
     extra_env: Mapping[str, str],
 ) -> int:
-    """Run this node's ranks to their end and return the exit code of the job. Call it in the main thread.
+    """Run this node's ranks to their end and return the exit code of the job.
 
     SIGTERM, SIGINT and SIGUSR1 ask the ranks to save and stop; within 5 s they count as one request. A later SIGINT
     kills everything at once. When a rank fails, the others have 3 s, then they are killed; the first failure is printed
     last. When this process is killed, the kernel kills torchrun and the ranks (Linux).
 
+    After a fault, and only then, the same command starts again, on all nodes or on none: not after a request to stop, and
+    not after an error that the user has to mend.
+
     Args:
         plan: from `resolve_environment`.
         module_argv: what each rank runs, see `torchrun_command`. It must call `rank_main`.
-        exit_grace: seconds that the ranks have to save and stop after a request.
-        exit_code_on_signal: exit code when all ranks ended in order after a request.
+        limits: how long the ranks get, and how often.
+        signals: entered already; requests to stop come through it.
         extra_env: added to the environment of the ranks.
 
     Returns:
-        0; `exit_code_on_signal`; the highest code a rank gave to `rank_main`; 2 after an error that the user can mend;
-        1 after any other failure.
+        The highest code that a rank gave to `rank_main`; `exit_code_on_signal` after a request that came before any rank
+        had started; 2 after an error that the user can mend; 1 after any other failure.
     """
+    first = outcome = _start(plan, module_argv, limits, signals, extra_env)
+    for number in range(1, limits.max_restarts + 1):
+        if not _all_nodes_go_on(plan, limits, outcome, number, signals):
+            break
+        say(outcome.text)
+        say(f"restart {number} of {limits.max_restarts} (max_restarts), from the last complete checkpoint")
+        again = {RESTARTS: str(number), RESTART_REASON: _short(outcome.reason)}
+        outcome = _start(plan, module_argv, limits, signals, {**extra_env, **again})
+    else:
+        if limits.max_restarts and outcome.is_fault:
+            say(f"restart {limits.max_restarts} was the last one (max_restarts); at first {_short(first.reason)}")
+    if outcome.text:
+        say(outcome.text)
+    return outcome.exit_code
+
+
+def _start(
+    plan: LaunchPlan,
+    module_argv: Sequence[str],
+    limits: Limits,
+    signals: StopSignals,
+    extra_env: Mapping[str, str],
+) -> Outcome:
+    """Start the ranks once, in a folder for their reports, and watch them to their end."""
     command = torchrun_command(plan, module_argv)
     with tempfile.TemporaryDirectory(prefix="mcore_qwen3_run_") as folder:
         environment, lines = child_environment(plan, os.environ, Path(folder), extra_env)
         for line in [*plan.notes, plan.describe(), *lines, f"starting {shlex.join(command)}"]:
-            _say(line)
-        return _Supervisor(plan, Path(folder), exit_grace, exit_code_on_signal).run(command, environment)
+            say(line)
+        return Attempt(plan, Path(folder), limits, signals).run(command, environment)
 
 
-def _say(text: str) -> None:
-    print(f"launcher: {text}", file=sys.stderr, flush=True)
+def _all_nodes_go_on(plan: LaunchPlan, limits: Limits, outcome: Outcome, number: int, signals: StopSignals) -> bool:
+    """Whether the ranks are started again, which all nodes do or none; a node whose ranks ended in order is done."""
+    if not outcome.reason:
+        return False
+    goes_on = outcome.is_fault and not signals.take()
+    seconds = limits.meeting_seconds if goes_on else min(limits.meeting_seconds, _NOTICE_SECONDS)
+    if plan.nnodes == 1:
+        return goes_on
+    say(f"meeting the other nodes, for up to {seconds:g} s: {outcome.reason}")
+    mine = Word(plan.node_rank, number, goes_on, _short(outcome.reason))
+    refusal = meet(plan, mine, seconds, cancelled=lambda: signals.pending)
+    if refusal is not None and goes_on:
+        say(f"the ranks are not started again: {refusal}")
+    return refusal is None
 
 
-class _Supervisor:
-    """The state of one run. Times are time.monotonic(), but `_seen_at`, which is compared with the ranks' reports."""
-
-    def __init__(self, plan: LaunchPlan, run_dir: Path, exit_grace: float, exit_code_on_signal: int) -> None:
-        self._plan, self._run_dir = plan, run_dir
-        self._exit_grace, self._exit_code_on_signal = exit_grace, exit_code_on_signal
-        self._torchrun: subprocess.Popen[bytes]
-        self._signals: list[tuple[int, float]] = []  # received, not yet looked at
-        self._ranks: list[Process] = []  # of this node, in rank order, complete once torchrun has started all
-        self._ended: set[int] = set()  # pids of ranks whose end has been seen
-        self._deaths: list[SilentDeath] = []
-        self._seen_at = time.time()  # when the ranks were last looked at
-        self._stop: tuple[str, float] | None = None  # the signal that asked the ranks to stop, and when
-        self._failed_at: float | None = None
-        self._kill_now = False
-        self._verdict: tuple[str, int] | None = None  # the last line and the exit code of a run that was cut short
-
-    def run(self, command: list[str], environment: dict[str, str]) -> int:
-        """Start torchrun, watch it to its end, and say how it ended."""
-        before = {signum: signal.signal(signum, self._receive) for signum in STOP_SIGNALS}
-        shield = [command[0], "-m", "mcore_qwen3.launch.shielded_exec", str(os.getpid()), *command]
-        try:
-            self._torchrun = subprocess.Popen(shield, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
-            try:
-                self._watch()
-            finally:
-                self._leave_nothing()
-            return self._conclude()
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
-
-    def _receive(self, signum: int, frame: object) -> None:
-        self._signals.append((signum, time.monotonic()))
-
-    def _watch(self) -> None:
-        """Return when torchrun has ended, or when everything is to be killed."""
-        while self._torchrun.poll() is None:
-            searching = len(self._ranks) < self._plan.nproc_per_node
-            if searching:
-                self._find_ranks()
-            self._look_at_ranks()
-            self._look_at_signals()
-            self._look_at_clock()
-            if self._kill_now:
-                return
-            time.sleep(_SEARCH_SECONDS if searching else _POLL_SECONDS)
-        self._look_at_ranks()
-
-    def _find_ranks(self) -> None:
-        """torchrun starts each rank as the leader of a new session, in rank order; other children it has are not."""
-        parent = self._torchrun.pid
-        children = [row for row in read_processes().values() if row.parent == parent and row.group == row.pid]
-        self._ranks = sorted(children, key=lambda row: (row.started.zfill(20), row.pid))
-
-    def _look_at_ranks(self) -> None:
-        """Notice ranks that have failed: by their report, or by having ended without one."""
-        now = time.time()
-        table = read_processes([rank.pid for rank in self._ranks])
-        # Read after the table: a rank that was seen to have ended wrote its report before.
-        reported = {done.pid for done in read_done(self._run_dir)}
-        reported |= {error.pid for error in read_errors(self._run_dir)}
-        for rank, process in zip(self._plan.node_ranks, self._ranks, strict=False):
-            row = table.get(process.pid)
-            running = row is not None and row.started == process.started and not row.zombie
-            if running or process.pid in self._ended:
-                continue
-            if process.pid not in reported and self._torchrun_was_killed():
-                return
-            self._ended.add(process.pid)
-            if process.pid not in reported:
-                status = row.wait_status if row is not None and row.zombie else None
-                self._deaths.append(SilentDeath(rank, process.pid, exit_code_of(status), self._seen_at))
-        self._seen_at = now
-        failure = first_failure(first_error(self._run_dir), self._deaths)
-        if failure is not None and self._failed_at is None:
-            self._failed_at = time.monotonic()
-            _say(f"rank {failure.rank} failed; the other ranks have {_AFTER_FAILURE_SECONDS:g} s to end")
-
-    def _torchrun_was_killed(self) -> bool:
-        """Whether ranks died because torchrun was killed. The kernel ends them a moment before it reports torchrun's end."""
-        with suppress(subprocess.TimeoutExpired):
-            self._torchrun.wait(_KILLED_TOGETHER_SECONDS)
-        return (self._torchrun.returncode or 0) < 0
-
-    def _look_at_signals(self) -> None:
-        """Pass the first signal on; a Ctrl-C more than 5 s later kills."""
-        signals, self._signals = self._signals, []
-        for signum, received_at in signals:
-            if self._stop is None:
-                self._ask_to_stop(signum, received_at)
-            elif signum == signal.SIGINT and received_at - self._stop[1] > _ONE_REQUEST_SECONDS:
-                self._kill_now = True
-                self._verdict = ("second Ctrl-C: the ranks were killed before they had ended by themselves", EXIT_FAULT)
-
-    def _ask_to_stop(self, signum: int, received_at: float) -> None:
-        name = signal.Signals(signum).name
-        self._stop = (name, received_at)
-        if not self._ranks:  # nothing to save
-            self._kill_now = True
-            self._verdict = (f"{name} before any rank had started: stopped", self._exit_code_on_signal)
-            return
-        request_stop(self._run_dir, signum)
-        for process in self._ranks:
-            if process.pid not in self._ended:
-                send_signal(process.pid, signum)
-        _say(
-            f"{name}: the ranks are asked to save and stop, and have {self._exit_grace:g} s; "
-            f"Ctrl-C after more than {_ONE_REQUEST_SECONDS:g} s kills them at once"
-        )
-
-    def _look_at_clock(self) -> None:
-        now = time.monotonic()
-        if self._failed_at is not None:
-            # Also at once when no rank is left: torchrun would only add its long table to the one error that matters.
-            none_left = len(self._ended) == len(self._ranks)
-            self._kill_now = none_left or now - self._failed_at > _AFTER_FAILURE_SECONDS
-        elif self._stop is not None and now - self._stop[1] > self._exit_grace:
-            self._kill_now = True
-            limit = f"within {self._exit_grace:g} s after {self._stop[0]} (exit_grace)"
-            self._verdict = (f"the ranks did not end {limit}: they were killed", EXIT_FAULT)
-
-    def _leave_nothing(self) -> None:
-        """End what is left of torchrun, the ranks and their helpers; at once unless all ended in order."""
-        # By their own word too: torchrun may have been killed before its children were looked for.
-        ranks = dict.fromkeys([*(process.pid for process in self._ranks), *read_started(self._run_dir)])
-        groups = [self._torchrun.pid, *ranks]
-        if self._torchrun.poll() == 0 and wait_until_gone(groups, _LEFTOVER_SECONDS):
-            return
-        below = descendants(groups)
-        for group in groups:  # torchrun first, so that it does not report the ranks that are killed here
-            kill_group(group)
-        for pid in below:
-            send_signal(pid, signal.SIGKILL)
-        self._torchrun.wait()
-        if not wait_until_gone(groups, _KILLED_SECONDS):
-            _say(f"processes of these groups do not end although killed: {groups}; the kernel or a device holds them")
-
-    def _conclude(self) -> int:
-        """Say how it ended, the most important last, and give the exit code."""
-        failure = first_failure(first_error(self._run_dir), self._deaths)
-        if failure is not None:
-            _say(failure_text(failure))
-            return failure_exit_code(failure)
-        if self._verdict is not None:
-            _say(self._verdict[0])
-            return self._verdict[1]
-        if self._torchrun.returncode != 0:
-            how = f"exit code {self._torchrun.returncode}; its own message is above"
-            if self._torchrun.returncode < 0:
-                how = f"killed by signal {-self._torchrun.returncode}; the ranks were killed with it"
-            _say(f"torchrun (pid {self._torchrun.pid}) failed, and no rank reported an error: {how}")
-            return EXIT_FAULT
-        exit_code = max((done.exit_code for done in read_done(self._run_dir)), default=0)
-        if self._stop is not None and exit_code in (0, self._exit_code_on_signal):
-            _say(f"all ranks ended in order after {self._stop[0]}")
-            return self._exit_code_on_signal
-        return exit_code
+def _short(reason: str) -> str:
+    return textwrap.shorten(reason, _REASON_LETTERS, placeholder=" ...")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.attention import SelfAttention
@@ -31,12 +32,43 @@ class Qwen3Model(GPTModel):
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Cross entropy per token, [1, T] from logits [T, 1, vocabulary / TP]."""
-        first = parallel_state.get_tensor_model_parallel_rank() * logits.shape[-1]
-        own_valid = max(0, self.true_vocab_size - first)
+        _, own_valid = self._own_vocabulary(logits)
         if own_valid < logits.shape[-1]:
             pad = torch.arange(logits.shape[-1], device=logits.device) >= own_valid
             logits = logits.masked_fill(pad, float("-inf"))
         return super().compute_language_model_loss(labels, logits)
+
+    def most_likely_tokens(self, logits: torch.Tensor) -> torch.Tensor:
+        """The token with the largest logit at each position, the lowest of equal ones; pad rows never are one.
+
+        Holds nothing of the size of the logits. Collective over the tensor-parallel ranks.
+
+        Args:
+            logits: [T, 1, vocabulary / TP], this rank's part.
+
+        Returns:
+            int64 [1, T]; `true_vocab_size`, which is no token, where a logit is not a number.
+        """
+        first, own_valid = self._own_vocabulary(logits)
+        group = parallel_state.get_tensor_model_parallel_group()
+        largest_T1 = logits.new_full(logits.shape[:2], float("-inf"))
+        token_T1 = torch.full(logits.shape[:2], self.true_vocab_size, device=logits.device)
+        if own_valid:
+            largest_T1, token_T1 = logits[..., :own_valid].max(dim=-1)
+            bad_T1 = largest_T1.isnan()  # made the largest of all, since a maximum over ranks may lose it
+            largest_T1 = largest_T1.masked_fill(bad_T1, float("inf"))
+            token_T1 = (token_T1 + first).masked_fill(bad_T1, self.true_vocab_size)
+        over_all_T1 = largest_T1.clone()
+        dist.all_reduce(over_all_T1, op=dist.ReduceOp.MAX, group=group)
+        token_T1 = token_T1.masked_fill(largest_T1 != over_all_T1, self.true_vocab_size)
+        dist.all_reduce(token_T1, op=dist.ReduceOp.MIN, group=group)
+        return token_T1.transpose(0, 1)
+
+    def _own_vocabulary(self, logits: torch.Tensor) -> tuple[int, int]:
+        """(first token of this rank's part of the vocabulary, how many of its rows are tokens and not padding)."""
+        rows = logits.shape[-1]
+        first = parallel_state.get_tensor_model_parallel_rank() * rows
+        return first, min(rows, max(0, self.true_vocab_size - first))
 
 
 def build_model(

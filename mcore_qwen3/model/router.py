@@ -50,6 +50,7 @@ class Step:
 
 _step: Step | None = None
 _recorded: dict[str, torch.Tensor] = {}
+_expert_tokens: dict[int, torch.Tensor] = {}  # layer, from 0 -> this rank's tokens of each expert, [E]
 
 
 def start_step(step: Step) -> None:
@@ -57,6 +58,7 @@ def start_step(step: Step) -> None:
     global _step
     _step = step
     _recorded.clear()
+    _expert_tokens.clear()
 
 
 def _record(name: str, value: torch.Tensor) -> None:
@@ -92,9 +94,18 @@ class BalancedRouter(TopKRouter):
         )
         if learning and self.is_aux_loss_enabled():
             probs_TE = self._with_balance_loss(probs_TE, logits_TE, chosen_TE, valid_T)
+        if learning:  # under recompute this is the second forward pass alone
+            self._count_tokens(chosen_TE, valid_T)
         if self.config.moe_expert_capacity_factor is not None:
             probs_TE, chosen_TE = self._within_capacity(probs_TE, chosen_TE, valid_T)
         return probs_TE, chosen_TE
+
+    def _count_tokens(self, chosen_TE: torch.Tensor, valid_T: torch.Tensor | None) -> None:
+        """Add the tokens that chose each expert, before any is dropped."""
+        tokens_E = (chosen_TE if valid_T is None else chosen_TE & valid_T[:, None]).sum(dim=0)
+        assert self.layer_number is not None
+        layer = self.layer_number - 1
+        _expert_tokens[layer] = _expert_tokens[layer] + tokens_E if layer in _expert_tokens else tokens_E
 
     def _sum_over_sequence(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks that hold the other parts of the same rows (sequence and context parallel)."""
@@ -227,3 +238,22 @@ def reduce_metrics(num_microbatches: int, moe_layers: int) -> dict[str, float]:
     if ROUTED in totals:
         found["dropped_share"] = totals[DROPPED] / max(1.0, totals[ROUTED])
     return found
+
+
+def reduce_expert_tokens(num_layers: int, num_experts: int) -> torch.Tensor:
+    """Tokens that chose each expert in this step, int64 [layers, E] on the CPU of every rank. Collective.
+
+    Each token counts on one rank alone: sequence and context parallel cut the rows, expert-parallel ranks have rows of
+    their own. Rows of layers without experts are 0.
+    """
+    tokens_LE = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=current_device())
+    for layer, tokens_E in _expert_tokens.items():
+        tokens_LE[layer] = tokens_E
+    dist.all_reduce(tokens_LE)
+    return torch.tensor(tokens_LE.tolist())
+
+
+def largest_load(tokens_LE: torch.Tensor) -> float:
+    """Tokens of the busiest expert over the mean of its layer, of the layer where that is largest; 1 = even, E = worst."""
+    mean_L = tokens_LE.double().mean(dim=1)
+    return float((tokens_LE.amax(dim=1) / mean_L.clamp(min=1e-9)).max())

@@ -143,6 +143,10 @@ def install() -> None:
     from megatron.core import jit
 
     jit.disable_jit_fuser()
+    # `with torch.device(...)` acts on a set of factories that torch makes at its first use: it must hold torch's own, or
+    # models that transformers loads under torch.device("meta") keep weights that were never read.
+    with CPU:
+        torch.empty(0)
     for owner, name, stand_in, _reason in STAND_INS:
         setattr(owner, name, stand_in)
     from megatron.core.tensor_parallel import random as megatron_random

@@ -40,6 +40,10 @@ def prepare_megatron(device: Device) -> None:
 def start_process_group(device: Device, timeout_s: float = 1800.0) -> None:
     """Join the world that torchrun described in the environment, or a world of one when there is none.
 
+    Args:
+        device: this rank's.
+        timeout_s: seconds that a rank waits for the others, here and in each collective over all ranks.
+
     Raises:
         LaunchError: the ranks did not meet within the time-out.
     """
@@ -61,8 +65,12 @@ def start_process_group(device: Device, timeout_s: float = 1800.0) -> None:
         ) from exc
 
 
-def start_model_parallel(layout: ParallelLayout) -> None:
+def start_model_parallel(layout: ParallelLayout, timeout_s: float = 1800.0) -> None:
     """Create megatron's groups (rank order tp-cp-ep-dp-pp) for the layout.
+
+    Args:
+        layout: the run's.
+        timeout_s: seconds that a rank waits for the others in each operation of these groups.
 
     Raises:
         LaunchError: another number of ranks has joined than the layout has.
@@ -81,6 +89,7 @@ def start_model_parallel(layout: ParallelLayout) -> None:
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
         create_gloo_process_groups=True,
+        distributed_timeout_minutes=timeout_s / 60,  # annotated as int, but handed to timedelta
     )
 
 

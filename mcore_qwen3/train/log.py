@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +19,13 @@ from mcore_qwen3.train.step import StepResult
 
 LOG_FILE = "train_log.jsonl"
 PLOT_FILE = "loss.png"
+# Of a step's router numbers: name, what a line calls it, digits.
+_ROUTER_NUMBERS = (
+    ("balance_loss", "balance", 4),
+    ("z_loss", "z", 4),
+    ("dropped_share", "dropped", 4),
+    ("expert_load", "expert load", 2),
+)
 
 
 class TrainLog:
@@ -69,6 +77,12 @@ class TrainLog:
         else:
             print(text, flush=True)
 
+    def event(self, iteration: int, name: str, text: str, **facts: Any) -> None:
+        """Something about a step that a reader must know: a line on the screen, a record with its facts."""
+        if self._active:
+            self._write({"event": name, "iteration": iteration, **facts})
+            self.say(f"step {iteration}/{self._train_iters} | {text}")
+
     def step(
         self, iteration: int, result: StepResult, *, lr: float, tokens: int, seconds: float, wait: float, memory: float
     ) -> None:
@@ -87,9 +101,9 @@ class TrainLog:
             return
         self._window.append((result, seconds, tokens))
         left = (self._train_iters - iteration) * self._mean_seconds(iteration)
-        record = {
+        record: dict[str, Any] = {
             "iteration": iteration,
-            "grad_norm": result.grad_norm,
+            "grad_norm": result.grad_norm if math.isfinite(result.grad_norm or 0.0) else None,
             "lr": lr,
             "tokens": tokens,
             "trained_tokens": result.trained_tokens,
@@ -99,7 +113,9 @@ class TrainLog:
             "memory_gib": memory,
             "seconds_left": left,
         }
-        if result.trained_tokens:  # a skipped step has no loss
+        if result.skipped:  # it has no loss that anyone should draw
+            record["skipped"] = result.skipped
+        else:
             record["loss"] = result.loss
         record.update(result.router)
         self._write(record)
@@ -111,16 +127,16 @@ class TrainLog:
         return (time.monotonic() - self._began - self._other_time) / max(1, iteration - self._start)
 
     def _show(self, iteration: int, lr: float, memory: float, left: float) -> None:
-        results = [result for result, _, _ in self._window]
+        last = self._window[-1][0]
+        results = [result for result, _, _ in self._window if not result.skipped]
         trained = sum(result.trained_tokens for result in results)
         total = sum(result.loss * result.trained_tokens for result in results)
         seconds, tokens = sum(item[1] for item in self._window), sum(item[2] for item in self._window)
-        last = results[-1]
         parts = [f"loss {total / trained:.4f}" if trained else "loss none"]
-        for name, label in (("balance_loss", "balance"), ("z_loss", "z"), ("dropped_share", "dropped")):
+        for name, label, digits in _ROUTER_NUMBERS:
             if name in last.router:
-                parts.append(f"{label} {last.router[name]:.4f}")
-        norm = "skipped: no trained token" if last.grad_norm is None else f"{last.grad_norm:.3f}"
+                parts.append(f"{label} {last.router[name]:.{digits}f}")
+        norm = f"skipped: {last.skipped}" if last.skipped else f"{last.grad_norm:.3f}"
         parts += [
             f"grad norm {norm}",
             f"lr {lr:.3e}",
@@ -135,11 +151,22 @@ class TrainLog:
         else:
             print(f"step {iteration}/{self._train_iters} | {text}", flush=True)
 
-    def evaluation(self, iteration: int, loss: float, trained_tokens: int) -> None:
-        """Record an evaluation: mean loss over all trained tokens of the fixed set."""
+    def evaluation(self, iteration: int, metrics: dict[str, float], trained_tokens: int) -> None:
+        """Record an evaluation of the fixed set: eval_loss, eval_ppl and eval_token_acc."""
+        loss, perplexity, accuracy = (metrics[name] for name in ("eval_loss", "eval_ppl", "eval_token_acc"))
+        text = f"eval loss {loss:.4f}, perplexity {perplexity:.3f}, accuracy {100 * accuracy:.2f} %"
+        self.event(iteration, "eval", f"{text} ({trained_tokens:,} tokens)", **metrics, trained_tokens=trained_tokens)
+
+    def restart(self, iteration: int, number: int, reason: str) -> None:
+        """Record that all ranks were started again.
+
+        Args:
+            iteration: the step from which the run goes on.
+            number: how often this has happened to the job.
+            reason: why the last start failed.
+        """
         if self._active:
-            self._write({"event": "eval", "iteration": iteration, "eval_loss": loss, "trained_tokens": trained_tokens})
-            self.say(f"step {iteration}/{self._train_iters} | eval loss {loss:.4f} over {trained_tokens:,} tokens")
+            self._write({"event": "restart", "iteration": iteration, "restart": number, "reason": reason})
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -7,18 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module, MegatronModule
 
-from mcore_qwen3.errors import McoreQwen3Error
+from mcore_qwen3.model.build import Qwen3Model
+from mcore_qwen3.model.pieces import pieces
+from mcore_qwen3.runtime.device import current_device
 
 # The parts of the model that this rank holds: one, or several under an interleaved pipeline.
 Chunks = list[DistributedDataParallel]
-
-
-class NonFiniteError(McoreQwen3Error):
-    """A loss or gradient that is not a number or infinite; the weights were not touched."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +40,7 @@ def wrap_for_data_parallel(models: Sequence[MegatronModule]) -> Chunks:
         overlap_grad_reduce=False,
         overlap_param_gather=False,
         average_in_collective=False,
-        check_for_nan_in_grad=False,  # checked once on the global norm, before the update
+        check_for_nan_in_grad=False,  # seen in the global norm, before the update
     )
     chunks = [
         DistributedDataParallel(
@@ -78,32 +77,21 @@ def build_optimizer(chunks: Chunks, settings: AdamSettings) -> ChainedOptimizer:
     return optimizer
 
 
-def update(optimizer: ChainedOptimizer, lr: float) -> float:
-    """Clip and apply the gradients that the schedule has left ready.
+def gradient_norm(optimizer: ChainedOptimizer) -> float:
+    """The norm of the gradients that the schedule has left ready, before clipping. Collective.
 
-    Args:
-        optimizer: the optimizer.
-        lr: learning rate of this step.
-
-    Returns:
-        The gradient's norm before clipping, over all parameters of the model, each counted once.
-
-    Raises:
-        NonFiniteError: the norm is not finite; raised on every rank, nothing was updated.
+    Over all parameters of the model, each counted once; the same on every rank, and not finite if any gradient is not.
     """
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
+
+
+def update(optimizer: ChainedOptimizer, lr: float) -> None:
+    """Clip and apply the gradients; their norm must be finite. `lr` is the learning rate of this step."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_mult"]
-    optimizer.prepare_grads()
-    norm = float(optimizer.get_grad_norm())
-    if not math.isfinite(norm):
-        raise NonFiniteError(
-            "the gradient norm must be finite",
-            seen=norm,
-            fix="lower --lr, lengthen --lr_warmup_iters or look at the rows of this step; the weights were not changed",
-        )
     success, _, _ = optimizer.step()
     assert success
-    return norm
 
 
 def zero_gradients(chunks: Chunks, optimizer: ChainedOptimizer) -> None:
@@ -113,6 +101,19 @@ def zero_gradients(chunks: Chunks, optimizer: ChainedOptimizer) -> None:
     optimizer.zero_grad()
 
 
-def trainable_parameters(models: Sequence[torch.nn.Module]) -> int:
-    """Number of parameters of this rank that receive gradients."""
-    return sum(parameter.numel() for model in models for parameter in model.parameters() if parameter.requires_grad)
+def count_parameters(models: Sequence[Qwen3Model]) -> tuple[int, int]:
+    """(trained, all) parameters of the whole model over all ranks, each once, without vocabulary padding. Collective."""
+    counts = torch.zeros(2, dtype=torch.int64)
+    for model in models:
+        for piece in pieces(model):
+            if any(piece.copies):
+                continue
+            place = piece.global_block(piece.block)
+            sizes = list(place.sizes)
+            if piece.is_vocabulary:
+                sizes[0] = max(0, min(sizes[0], model.true_vocab_size - place.starts[0]))
+            counts += math.prod(sizes) * torch.tensor([piece.parameter.requires_grad, 1])
+    everyone = counts.to(current_device())
+    dist.all_reduce(everyone)
+    trained, total = everyone.tolist()
+    return trained, total

@@ -1,4 +1,4 @@
-"""One optimizer step or one evaluation pass: the only place that speaks to megatron's pipeline schedules.
+"""One optimizer step: the only place that speaks to megatron's pipeline schedules.
 
 Shapes: T tokens of a micro-batch, its rows laid end to end in one packed row; the batch axis is 1.
 """
@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from mcore_qwen3.data.batches import MicroBatch, StepBatch
 from mcore_qwen3.model.build import Qwen3Model, unwrapped
 from mcore_qwen3.model.context_parallel import PackedRow, own_tokens, plan_keys
-from mcore_qwen3.model.router import Step, reduce_metrics, start_step
+from mcore_qwen3.model.router import Step, largest_load, reduce_expert_tokens, reduce_metrics, start_step
 from mcore_qwen3.runtime.device import current_device
 from mcore_qwen3.train.losses import token_loss
-from mcore_qwen3.train.optimizer import Chunks, NonFiniteError, update, zero_gradients
+from mcore_qwen3.train.memory import names_what_to_lower
+from mcore_qwen3.train.optimizer import Chunks, gradient_norm, update, zero_gradients
+
+# What megatron's schedules call: (micro-batches, model) -> (its output, how the output becomes the loss).
+ForwardStep = Callable[[Iterator[MicroBatch], torch.nn.Module], tuple[torch.Tensor, Callable]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +35,21 @@ class StepResult:
     """What a step did, the same on every rank.
 
     Attributes:
-        loss: sum of token losses / trained tokens, over the global batch.
+        loss: sum of token losses / trained tokens, over the global batch; 0 where no token is trained.
         trained_tokens: tokens with a loss in the global batch.
-        router: "balance_loss", "z_loss" and "dropped_share" as far as the run has them (`router.reduce_metrics`).
-        grad_norm: before clipping; None if the step was skipped because no token is trained.
+        router: "balance_loss", "z_loss", "dropped_share" (`router.reduce_metrics`) and "expert_load"
+            (`router.largest_load`) as far as the run has them.
+        grad_norm: before clipping; None where no token is trained.
+        skipped: why no weight was changed, "" if they were.
+        expert_tokens: int64 [layers, E], tokens that chose each expert; None for a dense model.
     """
 
     loss: float
     trained_tokens: int
     router: dict[str, float]
     grad_norm: float | None
+    skipped: str = ""
+    expert_tokens: torch.Tensor | None = None
 
 
 def packed_row(batch: MicroBatch, device: torch.device) -> PackedRow:
@@ -67,9 +77,9 @@ def _own_part(padding_mask: torch.Tensor, model: Qwen3Model) -> torch.Tensor:
     return padding_mask.chunk(ranks, dim=1)[rank].contiguous()
 
 
-def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
-    """Megatron's forward-step function: run one micro-batch and say how its output becomes the loss."""
-    batch, device, inner = next(batches), current_device(), unwrapped(model)
+def model_inputs(batch: MicroBatch, model: torch.nn.Module) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
+    """This rank's part of a micro-batch, on its device: (arguments of the model, labels [1, T], loss mask [1, T])."""
+    device, inner = current_device(), unwrapped(model)
     own = None
     if (ranks := parallel_state.get_context_parallel_world_size()) > 1:
         own = own_tokens(batch.cu_seqlens, ranks, parallel_state.get_context_parallel_rank())
@@ -78,25 +88,32 @@ def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple
         return (tensor_1T if own is None else tensor_1T[:, own]).to(device, non_blocking=True)
 
     padding_mask = _own_part(mine(batch.padding_mask), inner) if inner.config.num_moe_experts is not None else None
-    output = model(
-        input_ids=mine(batch.tokens),
-        position_ids=mine(batch.position_ids),
-        attention_mask=None,
-        labels=mine(batch.labels),
-        packed_seq_params=packed_row(batch, device),
-        padding_mask=padding_mask,
-    )
-    return output, partial(token_loss, mine(batch.loss_mask))
+    arguments = {
+        "input_ids": mine(batch.tokens),
+        "position_ids": mine(batch.position_ids),
+        "attention_mask": None,
+        "packed_seq_params": packed_row(batch, device),
+        "padding_mask": padding_mask,
+    }
+    return arguments, mine(batch.labels), mine(batch.loss_mask)
 
 
-def run_schedule(chunks: Chunks, batches: Sequence[MicroBatch], *, forward_only: bool) -> tuple[float, int]:
+def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
+    """Megatron's forward-step function: run one micro-batch and say how its output becomes the loss."""
+    arguments, labels, loss_mask = model_inputs(next(batches), model)
+    return model(**arguments, labels=labels), partial(token_loss, loss_mask)
+
+
+def run_schedule(
+    chunks: Chunks, batches: Sequence[MicroBatch], forward: ForwardStep = forward_step, *, forward_only: bool
+) -> list[torch.Tensor]:
     """Forward (and backward) over the micro-batches in megatron's schedule for this layout.
 
     Returns:
-        (sum of token losses, trained tokens) over all micro-batches of all data-parallel ranks, on every rank.
+        What the loss function reported of each micro-batch, in order; empty on all but the last pipeline stage.
     """
     results = get_forward_backward_func()(
-        forward_step_func=forward_step,
+        forward_step_func=forward,
         data_iterator=[iter(batches) for _ in chunks],
         model=list(chunks),
         num_microbatches=len(batches),
@@ -104,13 +121,23 @@ def run_schedule(chunks: Chunks, batches: Sequence[MicroBatch], *, forward_only:
         micro_batch_size=1,
         forward_only=forward_only,
     )
-    total = torch.zeros(2, dtype=torch.float64, device=current_device())
+    return [result["loss"] for result in results] if parallel_state.is_pipeline_last_stage() else []
+
+
+def sum_over_ranks(results: Sequence[torch.Tensor], length: int) -> list[float]:
+    """The sums of what all micro-batches of all data-parallel ranks reported, on every rank. Collective.
+
+    Args:
+        results: from `run_schedule`.
+        length: numbers in each of them; a rank that has none must know it too.
+    """
+    total = torch.zeros(length, dtype=torch.float64, device=current_device())
     # Tensor-parallel ranks of the last stage hold the same loss: one of them speaks.
-    if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
+    if parallel_state.get_tensor_model_parallel_rank() == 0:
         for result in results:
-            total += result["loss"].double()
+            total += result.double()
     dist.all_reduce(total)
-    return float(total[0]), round(float(total[1]))
+    return total.tolist()
 
 
 def start_routers(batch: StepBatch) -> None:
@@ -129,33 +156,57 @@ def start_routers(batch: StepBatch) -> None:
 def train_step(chunks: Chunks, optimizer: ChainedOptimizer, batch: StepBatch, lr: float) -> StepResult:
     """Forward, backward, clip and update on one global batch.
 
-    Raises:
-        NonFiniteError: loss or gradient norm is not finite; raised on every rank before any weight changes.
+    Where `reason_to_skip` has one, no weight, moment or count of the optimizer is touched, on any rank: the numbers it
+    looks at are sums over all ranks.
     """
     zero_gradients(chunks, optimizer)
+    total, trained = forward_backward(chunks, batch)
+    router, expert_tokens = _router_numbers(chunks, len(batch.micro_batches))
+    if trained != batch.global_trained_tokens:
+        raise RuntimeError(f"the ranks trained {trained} tokens, the data holds {batch.global_trained_tokens}")
+    loss = total / trained if trained else 0.0
+    norm = gradient_norm(optimizer)
+    skipped = reason_to_skip(loss, trained, norm)
+    if not skipped:
+        update(optimizer, lr)
+    return StepResult(loss, trained, router, norm if trained else None, skipped, expert_tokens)
+
+
+def forward_backward(chunks: Chunks, batch: StepBatch) -> tuple[float, int]:
+    """Add the gradients of one global batch; returns (sum of token losses, trained tokens) over all ranks. Collective.
+
+    Raises:
+        OutOfMemoryError: with what to lower.
+    """
     for chunk in chunks:
         chunk.train()
     start_routers(batch)
-    total, trained = run_schedule(chunks, batch.micro_batches, forward_only=False)
-    moe_layers = unwrapped(chunks[0]).moe_layers
-    router = reduce_metrics(len(batch.micro_batches), moe_layers) if moe_layers else {}
-    if trained != batch.global_trained_tokens:
-        raise RuntimeError(f"the ranks trained {trained} tokens, the data holds {batch.global_trained_tokens}")
-    if trained == 0:
-        return StepResult(0.0, 0, router, None)
-    loss = total / trained
+    with names_what_to_lower(batch, chunks[0].config.recompute_granularity):
+        results = run_schedule(chunks, batch.micro_batches, forward_only=False)
+    total, trained = sum_over_ranks(results, 2)
+    return total, round(trained)
+
+
+def reason_to_skip(loss: float, trained_tokens: int, grad_norm: float) -> str:
+    """Why a step must not change the weights, "" if it may.
+
+    A cross entropy of exactly 0 is no answer that a model gives: its softmax would have to be exactly 1 at every
+    trained token. What computed it is broken, and so is its gradient.
+    """
+    if trained_tokens == 0:
+        return "no trained token"
     if not math.isfinite(loss):
-        raise NonFiniteError(
-            "the loss must be finite",
-            seen=f"{loss}; the first rows of the step: {batch.rows.flatten()[:8].tolist()}",
-            fix="look at those rows and at the weights that were loaded; the weights were not changed",
-        )
-    return StepResult(loss, trained, router, update(optimizer, lr))
+        return f"the loss is {loss}"
+    if not math.isfinite(grad_norm):
+        return f"the gradient norm is {grad_norm}"
+    return f"the loss is exactly 0, with gradient norm {grad_norm:.4f}" if loss == 0 else ""
 
 
-@torch.no_grad()
-def evaluate_step(chunks: Chunks, batch: StepBatch) -> tuple[float, int]:
-    """(sum of token losses, trained tokens) of one evaluation batch over all ranks; no gradients, no balance loss."""
-    for chunk in chunks:
-        chunk.eval()
-    return run_schedule(chunks, batch.micro_batches, forward_only=True)
+def _router_numbers(chunks: Chunks, num_microbatches: int) -> tuple[dict[str, float], torch.Tensor | None]:
+    model = unwrapped(chunks[0])
+    if not model.moe_layers:
+        return {}, None
+    assert model.config.num_moe_experts is not None
+    tokens_LE = reduce_expert_tokens(model.config.num_layers, model.config.num_moe_experts)
+    numbers = reduce_metrics(num_microbatches, model.moe_layers)
+    return {**numbers, "expert_load": largest_load(tokens_LE)}, tokens_LE

@@ -19,19 +19,21 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "MCORE_QWEN3_E2E_MARK"  # every process below a job inherits it
-LIMIT = 150.0  # seconds; only ends a test that would hang
+LIMIT = 600.0  # seconds; only ends what would hang where no test has its own limit
 # What the machine that runs the tests may have set, and what would change the answers here.
 _UNSET = ("NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK")
 
 Done = subprocess.CompletedProcess[str]
 
 
-def wait_until(condition: Callable[[], object], what: Callable[[], str], limit: float = LIMIT) -> None:
-    """Return once the condition holds; `what` says what did not happen, and what did."""
+def wait_until(
+    condition: Callable[[], object], what: Callable[[], str], limit: float = LIMIT, pause: float = 0.05
+) -> None:
+    """Return once the condition holds, looking after each pause; `what` says what did not happen, and what did."""
     end = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < end, what()
-        time.sleep(0.05)
+        time.sleep(pause)
 
 
 class Job:

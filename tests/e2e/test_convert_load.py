@@ -33,11 +33,19 @@ CASES = [
     ("deep", Layout(pipeline=2, virtual=2), True),
     ("tied", Layout(tensor=2), True),
     ("tied", Layout(pipeline=2), True),
+    ("mixed", Layout(pipeline=2), False),
+    ("mixed", TP2_EP2, True),
 ]
 KINDS: dict[str, dict[str, Any]] = {
     "moe": {"moe": True, "vocab_size": 101},  # 101 rows: TP 2 has to pad them
     "deep": {"moe": True, "num_hidden_layers": 4},
     "tied": {"moe": False, "tie_word_embeddings": True, "vocab_size": 101},
+    "mixed": {
+        "moe": True,
+        "num_hidden_layers": 4,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+    },  # experts: layer 1
 }
 
 
@@ -83,24 +91,58 @@ def test_a_swapped_expert_is_seen(models: dict, tmp_path: Path) -> None:
 
 
 def test_the_layout_that_wrote_a_checkpoint_does_not_show(models: dict, tmp_path: Path) -> None:
-    """B04, B06, B15: trained at TP2 x EP2, then saved by one rank: both export the same bytes, moments left out."""
+    """B04, B06, B15: trained at TP2 x EP2, then saved at other layouts: all export the same bytes, moments left out."""
     hf, _ = models["moe"]
     rows = samples(8, vocabulary=101)
     common = {"model_dir": str(hf), "cut": Cut(pack=2), "sequence_parallel": True}
     pool(4).run(train_and_save, layout=TP2_EP2, batches=[rows], save=str(tmp_path / "four"), **common)
     first = tmp_path / "four/iter_0000001"
-    pool(1).run(
-        train_and_save, layout=Layout(), batches=[rows], skip=1, resume=str(first), save=str(tmp_path / "one"),
-        **common | {"sequence_parallel": False},
-    )  # fmt: skip
+    others = {"one": Layout(), "pp2": Layout(pipeline=2), "pp2_ep2": Layout(pipeline=2, expert=2, data=2)}
+    for name, layout in others.items():
+        pool(layout.world).run(
+            train_and_save, layout=layout, batches=[rows], skip=1, resume=str(first), save=str(tmp_path / name),
+            **common | {"sequence_parallel": False},
+        )  # fmt: skip
     assert (tmp_path / "four/latest_checkpointed_iteration.txt").read_text() == "1"
     weights = []
-    for number, source in enumerate((tmp_path / "four", first, tmp_path / "one")):
+    for number, source in enumerate((tmp_path / "four", first, *(tmp_path / name for name in others))):
         target = tmp_path / f"back{number}"
         assert run(["mcore2hf", str(source), str(target), "--hf_config", str(hf)]) == 0
         weights.append((target / "model.safetensors").read_bytes())
-    assert weights[0] == weights[1] == weights[2]
+    assert len(weights) == 5 and all(written == weights[0] for written in weights)
     assert weights[0] != (hf / "model.safetensors").read_bytes(), "a step was trained"
+
+
+def test_a_mixed_model_goes_there_and_back_and_is_trained(models: dict, tmp_path: Path) -> None:
+    """B20: experts in layer 1 alone. Keys layer by layer, as megatron asks for them; the same bits under the same names."""
+    hf, mcore = models["mixed"]
+    keys = read_metadata(mcore / "release").state_dict_metadata
+    assert {key for key in keys if ".mlp.experts." in key} == {
+        f"decoder.layers.1.mlp.experts.experts.linear_fc{n}.weight" for n in (1, 2)
+    }
+    assert {key for key in keys if key.endswith(".mlp.linear_fc2.weight")} == {
+        f"decoder.layers.{layer}.mlp.linear_fc2.weight" for layer in (0, 2, 3)
+    }
+    source = load_file(hf / "model.safetensors")
+    assert sum(".experts." in name for name in source) == 24 and sum(".mlp.up_proj." in name for name in source) == 3
+    assert run(["mcore2hf", str(mcore), str(tmp_path / "back")]) == 0
+    back = load_file(tmp_path / "back/model.safetensors")
+    assert back.keys() == source.keys() and all(torch.equal(back[name], source[name]) for name in source)
+    assert run(["verify", str(hf), str(mcore)]) == 0
+
+    common = {"layout": TP2_EP2, "batches": [samples(8)], "cut": Cut(pack=2), "sequence_parallel": True}
+    losses = [
+        pool(4).run(train_and_save, model_dir=str(start), save=str(tmp_path / f"trained{number}"), **common)[0][
+            "losses"
+        ]
+        for number, start in enumerate((hf, mcore))
+    ]
+    assert losses[0] == losses[1] and losses[0][0] > 1
+    assert run(["mcore2hf", str(tmp_path / "trained1"), str(tmp_path / "trained"), "--hf_config", str(hf)]) == 0
+    trained = load_file(tmp_path / "trained/model.safetensors")
+    assert trained.keys() == source.keys()
+    experts = [name for name in source if name.startswith("model.layers.1.mlp.experts.")]
+    assert len(experts) == 24 and all(not torch.equal(trained[name], source[name]) for name in experts)
 
 
 @pytest.mark.parametrize("spec", ["dense", "moe_grouped"])

@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -108,10 +109,57 @@ def test_kill_9_leaves_nothing_that_looks_complete(model: Path, tmp_path: Path) 
     assert weights(tmp_path / "back").keys() == weights(model).keys()
 
 
+def converted(model: Path, tmp_path: Path, command: str) -> Path:
+    """The source of a conversion in this direction."""
+    if command == "hf2mcore":
+        return model
+    code, _, err = finish(start("hf2mcore", model, tmp_path / "source"))
+    assert code == 0, err
+    return tmp_path / "source"
+
+
 @pytest.mark.timeout(200)
-def test_a_disk_that_fills_up(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["hf2mcore", "mcore2hf"])
+def test_a_file_that_cannot_grow(model: Path, tmp_path: Path, command: str) -> None:
     """B16: the write fails in the middle; one line says so, the exit code too, and no half directory is left."""
-    code, _, err = finish(start("hf2mcore", model, tmp_path / "mcore", "--workers", 2, limit=40_000))
+    source = converted(model, tmp_path, command)
+    before = sorted(tmp_path.iterdir())
+    code, _, err = finish(start(command, source, tmp_path / "target", "--workers", 2, limit=40_000))
     assert code == 2 and err.count("\n") == 1, err
-    assert err.startswith("convert hf2mcore: error: the output must be writable and have room; seen: ")
-    assert list(tmp_path.iterdir()) == []
+    assert err.startswith(f"convert {command}: error: the output must be writable and have room; seen: ")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("command", ["hf2mcore", "mcore2hf"])
+def test_a_disk_that_fills_up(model: Path, tmp_path: Path, command: str) -> None:
+    """B16 on a small disk of its own: too small for the weights, it is refused before the first byte; with room for the
+    weights and nothing else, the write fails in the middle. What is left on it is listed before it goes away."""
+    if not can_mount():
+        # The test above has filled a file; there is no second way to say it, and a machine like this has to be known.
+        warnings.warn(
+            "this machine lets nobody mount a tmpfs: a full disk was tested by a limit on files alone", stacklevel=1
+        )
+        return
+    source = converted(model, tmp_path, command)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    nbytes = sum(tensor.nbytes for tensor in weights(model).values())
+    for size, message in ((nbytes // 2, "the disk must have room for the result"), (nbytes + 8192, "No space left")):
+        script = f'mount -t tmpfs -o size={size} none {disk} && {{ "$@"; code=$?; ls -A {disk}; exit $code; }}'
+        words = [sys.executable, "-m", "mcore_qwen3", "convert", command, str(source), str(disk / "target")]
+        done = subprocess.run(
+            [*OWN_MOUNTS, "sh", "-c", script, "sh", *words], env=environ(), capture_output=True, text=True, timeout=150
+        )
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and message in done.stderr, done.stderr
+        assert done.stdout == "", done.stdout
+
+
+# A name space of mounts of the process's own, as a user of its own who may mount there.
+OWN_MOUNTS = ["unshare", "--user", "--map-root-user", "--mount"]
+
+
+def can_mount() -> bool:
+    """Whether the kernel and this machine's rules let a process have mounts of its own."""
+    probe = [*OWN_MOUNTS, "mount", "-t", "tmpfs", "none", "/mnt"]
+    return subprocess.run(probe, capture_output=True).returncode == 0

@@ -27,13 +27,13 @@ def command(load: Path, rows: Path, save: str, *more: object) -> list[object]:
     """Two ranks, each with half of the experts; the learning rate is another at every step, whatever --train_iters."""
     words = f"""sft --load {load} --dataset {rows} --val_dataset validation.jsonl --expert_model_parallel_size 2
         --max_length 128 --global_batch_size 4 --lr 1e-3 --lr_warmup_iters 2 --lr_decay_iters 40
-        --moe_aux_loss_coeff 0.01 --save_interval 100000 --save {save} --num_workers 1"""
+        --moe_aux_loss_coeff 0.01 --eval_interval 100000 --save {save} --num_workers 1"""
     return [*words.split(), *more]
 
 
 @dataclass(frozen=True)
 class Story:
-    """A run that was stopped twice, and one of as many steps that was not."""
+    """A run that was stopped twice and saved beside its steps, and one of as many steps that did neither."""
 
     stops: list[Job]
     stopped_at: list[int]
@@ -63,15 +63,23 @@ def train_state(save: Path) -> dict[str, Any]:
 def story(site: Site, tiny_moe: Path, chat_rows: Path) -> Story:
     write_rows(site.folder / "validation.jsonl", VALIDATION_ROWS, first=1000)
     broken, unbroken = site.folder / "broken", site.folder / "unbroken"
-    words = command(tiny_moe, chat_rows, "broken", "--train_iters", 100000)
+    often = ("--async_save", "true", "--save_interval", 2, "--save_total_limit", 2)
+    words = command(tiny_moe, chat_rows, "broken", "--train_iters", 100000, *often)
     stops, stopped_at = [], []
     for more in ([], ["--exit_code_on_signal", 143]):
         stops.append(stop_after(site, [*words, *more], broken, len(steps_of(broken)) + 2))
         stopped_at.append(train_state(broken)["iteration"])
-    words = command(tiny_moe, chat_rows, "unbroken", "--train_iters", stopped_at[-1], "--save_hf", "true")
+    once = ("--train_iters", stopped_at[-1], "--save_interval", 100000, "--save_hf", "true", "--eval_on_start")
+    words = command(tiny_moe, chat_rows, "unbroken", *once)
     done = site.run(*words, NPROC_PER_NODE="2")
     assert done.returncode == 0, done.stderr + done.stdout
     return Story(stops, stopped_at, broken, unbroken)
+
+
+def kept(stopped_at: list[int]) -> list[str]:
+    """The newest two of the checkpoints at every second step and at the stops."""
+    written = {*range(2, stopped_at[-1] + 1, 2), *stopped_at}
+    return [f"iter_{iteration:07d}" for iteration in sorted(written)[-2:]]
 
 
 def test_sigterm_saves_and_stops_in_order(story: Story) -> None:
@@ -81,8 +89,8 @@ def test_sigterm_saves_and_stops_in_order(story: Story) -> None:
         assert job.last_line == "launcher: all ranks ended in order after SIGTERM"
         assert "Traceback" not in job.screen
         job.assert_nothing_left()
-    first, second = story.stopped_at
-    assert sorted(path.name for path in story.broken.glob("iter_*")) == [f"iter_{first:07d}", f"iter_{second:07d}"]
+    second = story.stopped_at[-1]
+    assert sorted(path.name for path in story.broken.glob("iter_*")) == kept(story.stopped_at)
     assert [step["iteration"] for step in steps_of(story.broken)] == list(range(1, second + 1))
     state = train_state(story.broken)
     assert (state["stopped_by"], state["iteration"], state["consumed_samples"]) == ("SIGTERM", second, second * 4)
@@ -130,7 +138,8 @@ def test_transformers_finds_the_loss_that_training_logged(story: Story) -> None:
         count = sum(label != -100 for label in labels)
         total, trained = total + float(output.loss) * count, trained + count
     log = (story.unbroken / "train_log.jsonl").read_text().splitlines()
-    (logged,) = [json.loads(line) for line in log if "eval_loss" in line]
+    first, logged = [json.loads(line) for line in log if "eval_loss" in line]
+    assert first["iteration"] == 0 and abs(first["eval_loss"] - math.log(151936)) < 0.2  # --eval_on_start true
     assert logged["trained_tokens"] == trained
     assert math.isclose(logged["eval_loss"], total / trained, rel_tol=1e-6)
 

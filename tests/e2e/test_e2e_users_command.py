@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from e2e_kit import Done, Site, steps_of
+from safetensors.torch import load_file
 
 from mcore_qwen3.arch import read_model_shape
 from mcore_qwen3.converters import OptimizerSource, TorchDistSource
@@ -58,8 +59,21 @@ def test_it_trains_to_the_end(done: Done, save: Path) -> None:
     assert all(0.99 < record["balance_loss"] < 2 for record in records)
     events = [json.loads(line) for line in (save / "train_log.jsonl").read_text().splitlines() if "event" in line]
     assert [(event["event"], event["iteration"]) for event in events] == [("start", 0), ("eval", 10), ("eval", 20)]
-    assert all(math.isfinite(event["eval_loss"]) for event in events[1:])
+    for event in events[1:]:
+        assert event["eval_ppl"] == pytest.approx(math.exp(event["eval_loss"])) and 0 <= event["eval_token_acc"] <= 1
     assert (save / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_what_is_tried_and_trained_is_said(done: Done, save: Path, small_vocabulary_moe: Path) -> None:
+    """All of the model's parameters, counted over TP 2 and EP 2; rows are packs of 512 tokens."""
+    weights = load_file(small_vocabulary_moe / "model.safetensors")
+    total = sum(weight.numel() for weight in weights.values())
+    assert f"; {total:,} of {total:,} parameters are trained" in done.stdout
+    assert done.stdout.count("dry batch of the largest shape, 1 x 512 tokens: ") == 1
+    assert done.stdout.index("dry batch") < done.stdout.index("step 1/20 | ")
+    for record in steps_of(save):
+        assert 1 <= record["expert_load"] <= 8
+    assert " | expert load " in done.stdout
 
 
 def test_flags_without_effect_are_said_once(done: Done) -> None:

@@ -58,7 +58,17 @@ LIBRARIES = {
     },
     "model": {"torch", "megatron", "transformer_engine", "apex"},
     "train": {"torch", "numpy", "megatron", "matplotlib", "psutil", "rich", "yaml"},
-    "cli": {"torch", "numpy", "megatron", "rich", "yaml", "transformers", "tokenizers", "matplotlib"},
+    "cli": {
+        "torch",
+        "numpy",
+        "megatron",
+        "rich",
+        "yaml",
+        "transformers",
+        "tokenizers",
+        "matplotlib",
+        "huggingface_hub",
+    },
     "__main__": set(),
     "__init__": set(),
 }
@@ -197,13 +207,13 @@ def check_docstrings(root: Path) -> list[str]:
 
 
 def check_fields_are_read(root: Path) -> list[str]:
-    """Every setting of RunConfig is read somewhere: a flag that nothing reads is a lie.
+    """Every setting of every command is read somewhere: a flag that nothing reads is a lie.
 
     A read is an attribute that is loaded, not called, and not looked up on an imported module (`torch.load`).
     It counts outside config/, and inside config/ in a function with a result that is used outside. Flags that the table
     NEVER_USED of config/effects.py names, with its reason, are said to do nothing when they are set.
     """
-    fields = run_config_fields(root)
+    fields = setting_fields(root)
     read: set[str] = set()
     outside: set[str] = set()
     for path, tree in package_trees(root):
@@ -235,8 +245,8 @@ def never_used(root: Path) -> set[str]:
     return set()
 
 
-def run_config_fields(root: Path) -> list[tuple[str, str]]:
-    """(section, field) of every setting, read off the class RunConfig and its section classes."""
+def setting_fields(root: Path) -> list[tuple[str, str]]:
+    """(section, field) of every setting, each once, read off the classes named ...Config and their section classes."""
     classes = {
         node.name: node
         for path, tree in package_trees(root)
@@ -246,12 +256,15 @@ def run_config_fields(root: Path) -> list[tuple[str, str]]:
     }
     if "RunConfig" not in classes:
         return [("config", "RunConfig")]
-    return [
+    fields = [
         (section, name)
-        for section, kind in annotated(classes["RunConfig"])
+        for command, node in classes.items()
+        if command.endswith("Config")
+        for section, kind in annotated(node)
         if kind in classes
         for name, _ in annotated(classes[kind])
     ]
+    return list(dict.fromkeys(fields))
 
 
 def annotated(node: ast.ClassDef) -> list[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,12 +43,15 @@ def write_log(
         for number, fields in enumerate(steps, start + 1):
             tokens = fields.pop("tokens", 100)
             evaluation = fields.pop("eval_loss", None)
+            event = fields.pop("event", None)
             router = {"balance_loss": fields.pop("balance_loss")} if "balance_loss" in fields else {}
             result = StepResult(**{"loss": 1.0, "trained_tokens": 50, "grad_norm": 0.5, **fields}, router=router)
             log.step(number, result, lr=1e-3, tokens=tokens, seconds=0.5, wait=0.1, memory=1.25)
             if evaluation is not None:
                 with log.paused():
-                    log.evaluation(number, evaluation, 7)
+                    log.evaluation(number, {"eval_loss": evaluation, "eval_ppl": 2.5, "eval_token_acc": 0.125}, 7)
+            if event is not None:
+                log.event(number, "warning", event, bound=2.0)
         if close:
             log.close()
     return screen.getvalue()
@@ -78,41 +82,105 @@ def plotted_lines(directory: str) -> tuple[bytes, dict[str, list[list[float]]]]:
     return picture.read_bytes()[:8], drawn
 
 
-def save_with_fault(root: str, iteration: int, fault: str, on_rank: int) -> str:
-    """Save a run of no tensors; one rank fails at "create", "tensors" or "sides". Returns the error, or ""."""
+def save_with_fault(
+    root: str, iteration: int, fault: str, on_rank: int, *, asynchronous: bool, stopped_by: str = ""
+) -> str:
+    """Save a run of no tensors; one rank fails at "create", "tensors" or "sides". Returns the error, or "".
+
+    `stopped_by`: why the run is told to have ended as soon as the save is begun.
+    """
     import torch.distributed as dist
 
-    from mcore_qwen3.train import checkpoint
+    from mcore_qwen3.train import checkpoint, saving
     from mcore_qwen3.train.state import TrainState
 
     def fail_at(place: str) -> None:
         if fault == place and dist.get_rank() == on_rank:
             raise OSError("no space left on device")
 
-    def write_tensors(directory: Path, tensors: Any) -> None:
-        (directory / f"rank_{dist.get_rank()}").write_text("tensors")
-        dist.barrier()
+    def write_part(directory: Path, tensors: Any, rank: int) -> str:
+        (directory / f"rank_{rank}").write_text("tensors")
         fail_at("tensors")
+        return f"part {rank}"
 
-    def write_sides(directory: Path, number: int) -> None:
+    def complete(directory: Path, parts: Any, number: int) -> None:
         fail_at("sides")
-        (directory / "sides").write_text(str(number))
+        (directory / "sides").write_text(f"{number} {' '.join(parts)}")
 
     def clear(path: Path, ignore_errors: bool) -> None:
         fail_at("create")
         real_rmtree(path, ignore_errors=ignore_errors)
 
-    real_rmtree = checkpoint.shutil.rmtree
-    writer = checkpoint.CheckpointWriter(write_tensors, write_sides, lambda directory: None)
+    real_rmtree = saving.shutil.rmtree
+    done: list[str] = []
+    writer = checkpoint.CheckpointWriter(
+        write_part, complete, lambda directory: None, lambda directory: done.append(f"after {directory.name}")
+    )
     model: Any = SimpleNamespace(config=SimpleNamespace(bf16=False))
     state = TrainState(iteration=iteration, optimizer_steps=iteration)
+    saver = saving.CheckpointSaver(Path(root), writer, total_limit=None, asynchronous=asynchronous, say=done.append)
     with (
-        mock.patch.object(checkpoint, "unwrapped", lambda model: model),
-        mock.patch.object(checkpoint, "tensors_to_save", lambda *args, **options: []),
-        mock.patch.object(checkpoint.shutil, "rmtree", clear),
+        mock.patch.object(saving, "unwrapped", lambda model: model),
+        mock.patch.object(saving, "weights_held", lambda models: []),
+        mock.patch.object(saving.shutil, "rmtree", clear),
     ):
         try:
-            checkpoint.save_checkpoint(Path(root), state, [model], None, writer)
+            saver.save(state, [model], None)
+            if stopped_by:
+                saver.mark_stopped(replace(state, stopped_by=stopped_by))
+            saver.wait()
         except checkpoint.SaveError as error:
             return str(error)
+    name = f"iter_{iteration:07d}"
+    assert done == [*([f"after {name}"] if dist.get_rank() == 0 else []), f"saved {Path(root) / name}"]
     return ""
+
+
+def save_beside_steps(root: str, slow_rank: int) -> list[str]:
+    """Save at step 2 of 5 with one rank's file written only after step 4; the tracker's text after each step's poll."""
+    import threading
+
+    import torch
+    import torch.distributed as dist
+
+    from mcore_qwen3.train import checkpoint, saving
+    from mcore_qwen3.train.state import TrainState
+
+    gate = threading.Event()
+    values = torch.zeros(3)
+
+    def write_part(directory: Path, tensors: Any, rank: int) -> None:
+        if rank == slow_rank:
+            assert gate.wait(60)
+        (directory / f"rank_{rank}").write_text(str(tensors[0].values.tolist()))
+
+    def weights_held(models: Any) -> list[Any]:
+        return [checkpoint.SavedTensor(f"weight {dist.get_rank()}", (3,), (0,), (3,), values)]
+
+    writer = checkpoint.CheckpointWriter(
+        write_part,
+        lambda directory, parts, number: (directory / "sides").write_text(str(number)) and None,
+        lambda directory: None,
+        lambda directory: None,
+    )
+    model: Any = SimpleNamespace(config=SimpleNamespace(bf16=False))
+    saver = saving.CheckpointSaver(Path(root), writer, total_limit=None, asynchronous=True, say=lambda text: None)
+    seen = []
+    tracker = Path(root) / "latest_checkpointed_iteration.txt"
+    with (
+        mock.patch.object(saving, "unwrapped", lambda model: model),
+        mock.patch.object(saving, "weights_held", weights_held),
+    ):
+        for iteration in range(1, 6):
+            values += 1
+            saver.poll()
+            if iteration == 2:
+                saver.save(TrainState(iteration=iteration), [model], None)
+            dist.barrier()
+            seen.append(tracker.read_text() if tracker.exists() else "")
+            dist.barrier()
+            if iteration == 4:
+                gate.set()
+        saver.wait()
+    dist.barrier()
+    return [*seen, tracker.read_text()]

@@ -355,13 +355,13 @@ def one_step(model_dir: str, rows: list[list[Sample]], **options: Any) -> dict[s
     """One forward and backward pass over rows, each a micro-batch: loss, dtypes, gradient norm."""
     from mcore_qwen3.data.micro_batch import build_micro_batch
     from mcore_qwen3.train.optimizer import wrap_for_data_parallel
-    from mcore_qwen3.train.step import run_schedule
+    from mcore_qwen3.train.step import run_schedule, sum_over_ranks
 
     _, models = build(model_dir, Layout(), **options)
     chunks = wrap_for_data_parallel(models)
     length = max(sum(len(sample.ids) for sample in row) for row in rows)
     batches = [build_micro_batch([[(s.ids, s.mask) for s in row]], length, 0) for row in rows]
-    total, trained = run_schedule(chunks, batches, forward_only=False)
+    total, trained = sum_over_ranks(run_schedule(chunks, batches, forward_only=False), 2)
     gradients = [parameter.main_grad for parameter in chunks[0].parameters()]
     return {
         "loss": total / trained,

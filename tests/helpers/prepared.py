@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mcore_qwen3.data.cache import open_or_build, write_rows, write_samples
+from mcore_qwen3.data.cache import open_or_build, write_places, write_rows, write_samples
 from mcore_qwen3.data.pack import one_a_row, pack
 from mcore_qwen3.data.prepare import Prepared, load_prepared
 from mcore_qwen3.data.reader import Sample
@@ -25,6 +25,7 @@ def prepared_data(
 
     def build(folder: Path) -> dict[str, object]:
         write_samples(folder, [ids for ids, _ in samples], [mask for _, mask in samples], [lengths])
+        write_places(folder, [f"a.jsonl:{number}" for number in range(len(samples))])
         padded = -(-lengths // sample_multiple) * sample_multiple
         capacity = -(-MAX_LENGTH // sample_multiple) * sample_multiple
         order, starts = pack(padded, capacity) if packing else one_a_row(len(samples))

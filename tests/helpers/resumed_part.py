@@ -32,3 +32,21 @@ def resumed_state(model_dir: str, checkpoint_dir: str) -> tuple[list[str], dict[
     lines: list[str] = []
     _, optimizer, state = rank_parts.build(run, cpu(), lines.append)
     return lines, asdict(state), sorted(adam_steps(optimizer))
+
+
+def same_point(iterations: list[int | None]) -> str:
+    """What `check_same_point` says when each rank continues the step of its place; "" when it agrees."""
+    import torch.distributed as dist
+
+    from mcore_qwen3.cli.resume import ResumePoint, check_same_point
+    from mcore_qwen3.errors import ConfigError
+
+    step = iterations[dist.get_rank()]
+    point = None
+    if step is not None:
+        point = ResumePoint(directory=Path(f"iter_{step}"), iteration=step, has_optimizer=True, from_load=False)
+    try:
+        check_same_point(point)
+    except ConfigError as error:
+        return str(error)
+    return ""

@@ -68,3 +68,52 @@ def split_sizes() -> dict[str, Any]:
         "tensor": type(maybe_move_tensor_to_cpu(counts)).__name__,
         "none": maybe_move_tensor_to_cpu(None, as_numpy=True),
     }
+
+
+def logits_of_transformers(directory: str, dtype: torch.dtype) -> torch.Tensor:
+    """Load a model by transformers, on one thread, and run it on fixed tokens."""
+    from transformers import AutoModelForCausalLM
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+        with torch.no_grad():
+            return model(torch.arange(3, 40)[None], use_cache=False).logits
+    finally:
+        torch.set_num_threads(threads)
+
+
+def group_timeouts(seconds: float) -> set[float]:
+    """The time-outs of all groups of a layout that was started with that one."""
+    import torch.distributed as dist
+    from helpers import training
+    from megatron.core import parallel_state
+
+    from mcore_qwen3.arch.layout import ParallelLayout
+    from mcore_qwen3.runtime import groups
+
+    if training._started is not None:
+        groups.stop_model_parallel()
+        training._started = None
+    world = dist.get_world_size()
+    layout = ParallelLayout(
+        world_size=world,
+        tensor=1,
+        pipeline=1,
+        expert=1,
+        expert_tensor=1,
+        data=world,
+        expert_data=world,
+        sequence_parallel=False,
+        is_moe=False,
+        stages=((2,),),
+    )
+    groups.start_model_parallel(layout, seconds)
+    try:
+        made = [group for group in parallel_state._global_process_group_list if group is not None]
+        backends = [group._get_backend(torch.device("cpu")) for group in made]
+        assert len(made) > 5
+        return {backend.options._timeout.total_seconds() for backend in backends}
+    finally:
+        groups.stop_model_parallel()

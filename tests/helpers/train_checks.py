@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from types import SimpleNamespace
@@ -79,13 +79,14 @@ def scheduler_curve(style: str, lr: float, min_lr: float, warmup: int, decay: in
     return curve
 
 
-def stop_requests(signals_by_rank: list[int]) -> str:
-    """What the ranks agree on when each got the signal of its place (0 = none)."""
+def stop_requests(signals_by_rank: list[int], late_rank: int | None = None) -> str:
+    """What the ranks agree on when each got the signal of its place (0 = none), and one is past its time limit."""
     import torch.distributed as dist
 
     from mcore_qwen3.train.loop import StopRequest
 
-    stop = StopRequest()
+    now = time.monotonic()
+    stop = StopRequest(now if dist.get_rank() == late_rank else now + 3600)
     signum = signals_by_rank[dist.get_rank()]
     if not signum:
         return stop.agreed()
@@ -119,10 +120,12 @@ def tracker_writes(directory: str, texts: list[str], *, full_disk: bool) -> str:
 
 def non_finite_gradient(model_dir: str, rows: list[Sample], layout: Layout, bad: float, on_rank: int) -> dict[str, Any]:
     """One good step, then one whose reduced gradient has one bad value on one rank; what happened to the weights."""
+    from unittest import mock
+
     import torch.distributed as dist
 
-    from mcore_qwen3.train.optimizer import NonFiniteError, update, zero_gradients
-    from mcore_qwen3.train.step import run_schedule, train_step
+    from mcore_qwen3.train import step as step_module
+    from mcore_qwen3.train.step import train_step
 
     chunks, optimizer = new_trainer(model_dir, layout)
     batch = batch_of(rows, Cut(), layout)
@@ -130,18 +133,19 @@ def non_finite_gradient(model_dir: str, rows: list[Sample], layout: Layout, bad:
     train_step(chunks, optimizer, batch, 1e-3)
     moved = changed(chunks, before)
     weights, state = copies(chunks), moments(optimizer)
-    zero_gradients(chunks, optimizer)
-    run_schedule(chunks, batch.micro_batches, forward_only=False)
-    if dist.get_rank() == on_rank:
-        bucket = chunks[0].buffers[0].buckets[0].grad_data
-        bucket[dist.get_rank() * (bucket.numel() // layout.data)] = bad  # in the part that this rank updates
-    try:
-        update(optimizer, 1e-3)
-        message = ""
-    except NonFiniteError as error:
-        message = str(error)
+    real = step_module.run_schedule
+
+    def plant(*args: Any, **options: Any) -> Any:
+        results = real(*args, **options)
+        if dist.get_rank() == on_rank:
+            bucket = chunks[0].buffers[0].buckets[0].grad_data
+            bucket[dist.get_rank() * (bucket.numel() // layout.data)] = bad  # in the part that this rank updates
+        return results
+
+    with mock.patch.object(step_module, "run_schedule", plant):
+        result = train_step(chunks, optimizer, batch, 1e-3)
     return {
-        "error": message,
+        "skipped": result.skipped,
         "moved by the good step": len(moved) / len(before),
         "changed": changed(chunks, weights),
         "moments kept": all(map(torch.equal, state, moments(optimizer))),
@@ -151,12 +155,13 @@ def non_finite_gradient(model_dir: str, rows: list[Sample], layout: Layout, bad:
 
 def zero_gradient_step(model_dir: str, lr: float, weight_decay: float, **options: Any) -> dict[str, tuple[int, float]]:
     """A step without any gradient; name -> (axes, largest |new - old * (1 - lr * decay)| where decayed, else |new - old|)."""
-    from mcore_qwen3.train.optimizer import update, zero_gradients
+    from mcore_qwen3.train.optimizer import gradient_norm, update, zero_gradients
 
     chunks, optimizer = new_trainer(model_dir, Layout(), weight_decay=weight_decay, **options)
     before = copies(chunks)
     zero_gradients(chunks, optimizer)
-    assert update(optimizer, lr) == 0.0
+    assert gradient_norm(optimizer) == 0.0
+    update(optimizer, lr)
     found = {}
     for name, new in copies(chunks).items():
         wanted = before[name] * (1 - lr * weight_decay) if new.dim() > 1 else before[name]
@@ -194,17 +199,18 @@ def allocated_state(model_dir: str, rows: list[Sample], **options: Any) -> dict[
 
 def steps_with_cuts(model_dir: str, rows: list[Sample], cuts: list[Cut]) -> list[dict[str, float]]:
     """Evaluation loss, training loss and grad norm of the first step, by how the batch is cut."""
-    from mcore_qwen3.train.step import evaluate_step, train_step
+    from mcore_qwen3.train.evaluation import evaluate_step
+    from mcore_qwen3.train.step import train_step
 
     found = []
     for cut in cuts:
         chunks, optimizer = new_trainer(model_dir, Layout())
         batch = batch_of(rows, cut, Layout())
-        total, trained = evaluate_step(chunks, batch)
+        sums = evaluate_step(chunks, batch)
         result = train_step(chunks, optimizer, batch, 1e-3)
         found.append(
             {
-                "eval": total / trained,
+                "eval": sums.loss / sums.trained_tokens,
                 "loss": result.loss,
                 "grad_norm": result.grad_norm,
                 "trained": result.trained_tokens,
@@ -214,54 +220,94 @@ def steps_with_cuts(model_dir: str, rows: list[Sample], cuts: list[Cut]) -> list
 
 
 def bad_step(model_dir: str, rows: list[Sample], fault: str) -> dict[str, Any]:
-    """One step with a fault: "nan weight", "wrong count" or "nothing trained"; its result, error and changed weights."""
-    from mcore_qwen3.train.optimizer import NonFiniteError
+    """One step with a fault: "wrong count" or "nothing trained"; its result, error and changed weights."""
     from mcore_qwen3.train.step import train_step
 
     chunks, optimizer = new_trainer(model_dir, Layout())
     batch = batch_of(rows, Cut(), Layout())
-    if fault == "nan weight":
-        with torch.no_grad():
-            chunks[0].module.decoder.layers[0].self_attention.linear_qkv.weight[3, 4] = math.nan
-    elif fault == "wrong count":
+    if fault == "wrong count":
         batch = replace(batch, global_trained_tokens=batch.global_trained_tokens + 1)
     before = copies(chunks)
     fields, message = None, ""
     try:
         fields = asdict(train_step(chunks, optimizer, batch, 1e-3))
-    except (NonFiniteError, RuntimeError) as error:
+    except RuntimeError as error:
         message = f"{type(error).__name__}: {error}"
     return {"result": fields, "error": message, "changed": changed(chunks, before)}
 
 
+class _NotingSaver:
+    """Notes what it is asked for; a signal comes during one save."""
+
+    def __init__(self, story: list[str], stop: Any, stop_in_save: int) -> None:
+        self._story, self._stop, self._stop_in_save = story, stop, stop_in_save
+
+    def save(self, state: Any, chunks: Any, optimizer: Any) -> Any:
+        moments = "with" if optimizer else "without"
+        self._story.append(
+            f"save {state.iteration} {state.consumed_samples} {state.stopped_by or '-'} {moments} moments"
+        )
+        if state.iteration == self._stop_in_save:
+            self._stop.set(signal.SIGUSR1)
+        return state
+
+    def mark_stopped(self, state: Any) -> None:
+        self._story.append(f"mark {state.iteration} {state.stopped_by}")
+
+    def poll(self) -> None:
+        self._story.append("poll")
+
+    def wait(self) -> None:
+        self._story.append("wait")
+
+
 def loop_story(
-    directory: str, train_iters: int, eval_interval: int, save_interval: int, stop_at: int, **state_before: Any
+    directory: str,
+    train_iters: int,
+    eval_interval: int,
+    save_interval: int,
+    stop_at: int,
+    *,
+    eval_on_start: bool = False,
+    bad_at: int = 0,
+    stop_in_save: int = 0,
+    time_limit: float | None = None,
+    watched: bool = False,
+    **state_before: Any,
 ) -> list[str]:
-    """What the training loop does in which order, with steps, evaluation and saving replaced by notes."""
+    """What the training loop does in which order, with steps, evaluation and saving replaced by notes.
+
+    `stop_at`: a signal comes in that step. `stop_in_save`: it comes during that step's save. `bad_at`: that step fails.
+    `watched`: note the phases.
+    """
     from pathlib import Path
     from unittest import mock
 
     from mcore_qwen3.runtime.device import cpu
     from mcore_qwen3.train import loop
+    from mcore_qwen3.train.evaluation import EvalSums
+    from mcore_qwen3.train.finite import NonFiniteError
     from mcore_qwen3.train.log import TrainLog
     from mcore_qwen3.train.schedule import LearningRate
     from mcore_qwen3.train.state import TrainState
     from mcore_qwen3.train.step import StepResult
 
     story: list[str] = []
-    stop = loop.StopRequest()
+    stop = loop.StopRequest(time_limit)
     batch = SimpleNamespace(global_tokens=10)
+
+    def enter(phase: str, iteration: int) -> None:
+        if watched:
+            story.append(f"{phase} after {iteration}")
 
     def step(model: Any, optimizer: Any, batch: Any, lr: float) -> StepResult:
         story.append(f"step lr {lr:.1f}")
-        if len([line for line in story if line.startswith("step")]) == stop_at:
+        number = len([line for line in story if line.startswith("step")])
+        if number == stop_at:
             stop.set(signal.SIGTERM)
+        if number == bad_at:
+            raise NonFiniteError("the loss must be finite")
         return StepResult(1.0, 5, {}, 0.5)
-
-    def save(root: Path, state: TrainState, model: Any, optimizer: Any, writer: Any) -> Path:
-        moments = "with" if optimizer else "without"
-        story.append(f"save {state.iteration} {state.consumed_samples} {state.stopped_by or '-'} {moments} moments")
-        return root / f"iter_{state.iteration}"
 
     parts: Any = loop.Parts(
         device=cpu(),
@@ -270,8 +316,8 @@ def loop_story(
         schedule=LearningRate(lr=10.0, min_lr=0.0, style="linear", warmup_iters=0, decay_iters=10),
         batches=iter([batch] * train_iters),  # type: ignore[list-item]
         evaluation=lambda: iter([batch, batch]),  # type: ignore[list-item]
-        writer=None,  # type: ignore[arg-type]
-        after_save=lambda path: story.append(f"after {path.name}"),
+        saver=_NotingSaver(story, stop, stop_in_save),  # type: ignore[arg-type]
+        enter=enter,
         log=TrainLog(Path(directory), train_iters, 1, active=False, start_iteration=0),
     )
     plan = loop.Plan(
@@ -279,16 +325,23 @@ def loop_story(
         global_batch_size=4,
         eval_interval=eval_interval,
         save_interval=save_interval,
-        save=Path(directory),
         save_optimizer=stop_at > 0,
+        eval_on_start=eval_on_start,
+        max_skipped_iters=0,
+        metric_for_best_model="",
+        greater_is_better=False,
     )
 
-    def evaluate(model: Any, batch: Any) -> tuple[float, int]:
+    def evaluate(model: Any, batch: Any) -> EvalSums:
         story.append("evaluate")
-        return 3.0, 2
+        return EvalSums(3.0, 2, 1)
 
-    replaced: dict[str, Callable] = {"train_step": step, "evaluate_step": evaluate, "save_checkpoint": save}
+    replaced: dict[str, Callable] = {"train_step": step, "evaluate_step": evaluate}
+    replaced["check_weights"] = lambda chunks, fix: None
     with mock.patch.multiple(loop, **replaced):
-        state = loop.train(plan, parts, TrainState(**state_before), stop)
+        try:
+            state = loop.train(plan, parts, TrainState(**state_before), stop)
+        except NonFiniteError as error:
+            return [*story, str(error)]
     story.append(f"stopped by {state.stopped_by} after {state.iteration}, {state.trained_tokens} trained")
     return story

@@ -51,7 +51,7 @@ def test_row_multiple_without_sequence_parallel() -> None:
 @pytest.mark.parametrize(
     ("vocab", "tensor", "expected"), [(151669, 4, 151672), (101, 2, 102), (151936, 8, 151936), (101, 1, 101)]
 )
-def test_padded_vocab_size(vocab: int, tensor: int, expected: int) -> None:
+def test_b01_padded_vocab_size(vocab: int, tensor: int, expected: int) -> None:
     assert padded_vocab_size(vocab, tensor) == expected
 
 

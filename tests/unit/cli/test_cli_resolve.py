@@ -222,3 +222,15 @@ def test_what_megatron_cannot_do_with_experts(moe_dir: Path, words: str, world_s
 def test_flex_on_gpus_passes(moe_dir: Path) -> None:
     words = "--moe_token_dispatcher_type flex --device cuda --expert_model_parallel_size 2 --dry_run"
     assert resolved(moe_dir, words, world_size=2).config.model.moe_token_dispatcher_type == "flex"
+
+
+def test_one_renormalised_expert_a_token(moe_dir: Path) -> None:
+    """Its probability is softmax over one logit, 1 whatever the logit: megatron refuses it deep inside."""
+    config = model_config(num_experts_per_tok=1)
+    (moe_dir / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ConfigError, match="num_experts_per_tok 1, norm_topk_prob true; change: norm_topk_prob to false"
+    ):
+        resolved(moe_dir)
+    (moe_dir / "config.json").write_text(json.dumps(config | {"norm_topk_prob": False}))
+    assert resolved(moe_dir).shape.moe_router_topk == 1

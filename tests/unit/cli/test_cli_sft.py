@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 
 from mcore_qwen3.cli import sft
 from mcore_qwen3.cli.main import main
+from mcore_qwen3.launch import Limits, StopSignals
 
 Megatron = Callable[..., "subprocess.CompletedProcess[str]"]
 WriteCheckpoint = Callable[..., Path]
@@ -32,6 +35,15 @@ def trainable_dir(moe_dir: Path, qwen3_tokenizer_dir: Path, monkeypatch: pytest.
         if file.name != "config.json":
             (moe_dir / file.name).symlink_to(file)
     return moe_dir
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Puts the handlers of stop signals back: after one has come, the command ignores more of them."""
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
 
 
 @pytest.fixture
@@ -167,12 +179,14 @@ def test_b96_state_of_30b_on_16_ranks(moe_dir: Path, rows_file: Path, megatron: 
 
 
 def test_data_is_prepared_before_the_ranks_start(
-    trainable_dir: Path, rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trainable_dir: Path, rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handlers: None
 ) -> None:
     calls: list[Any] = []
 
-    def launched(plan: Any, argv: list[str], **options: Any) -> int:
-        calls.append((plan, argv, options, list((tmp_path / "cache").iterdir())))
+    def launched(plan: Any, argv: list[str], limits: Limits, signals: StopSignals, extra_env: dict[str, str]) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)  # the launcher takes it from here on
+        assert [signum for signum, _ in signals.take()] == [signal.SIGTERM]
+        calls.append((plan, argv, limits, extra_env, list((tmp_path / "cache").iterdir())))
         return 7
 
     monkeypatch.setattr(sft, "run_ranks", launched)
@@ -180,16 +194,47 @@ def test_data_is_prepared_before_the_ranks_start(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     words = ["--load", trainable_dir, "--dataset", rows_file, "--train_iters", 2, "--device", "cpu"]
     words += ["--data_cache_path", tmp_path / "cache", "--exit_grace", 5, "--exit_code_on_signal", 143]
+    words += ["--max_restarts", 3, "--step_timeout", 60, "--distributed_timeout_minutes", 10]
+    words += ["--save", tmp_path / "out"]
+    began = time.monotonic()
     argv = list(map(str, words))
     assert main(["sft", *argv]) == 7
-    ((plan, module_argv, options, cached),) = calls
+    ((plan, module_argv, limits, environ, cached),) = calls
     assert (plan.world_size, module_argv) == (2, ["-m", "mcore_qwen3", "sft", *argv])
     (folder,) = (path for path in cached if path.is_dir())
-    # The ranks find the folder by this, and read and hash no data file again.
-    prepared = {"MCORE_QWEN3_PREPARED_DATA": str(folder)}
-    assert options == {"exit_grace": 5, "exit_code_on_signal": 143, "extra_env": prepared}
+    # The ranks find the folders by these: they read and hash no data file again, and ask no hub.
+    assert began <= float(environ.pop("MCORE_QWEN3_STARTED")) <= time.monotonic()
+    assert environ == {
+        "MCORE_QWEN3_PREPARED_DATA": str(folder),
+        "MCORE_QWEN3_MODEL": str(trainable_dir),
+        "MCORE_QWEN3_TRACKER_BEFORE": "",
+    }
+    assert limits == Limits(
+        exit_grace=5, exit_code_on_signal=143, step_timeout=60, max_restarts=3, meeting_seconds=10 * 60 + 60
+    )
     assert cached != []
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""  # --device cpu hides the GPUs
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_stop_signal_before_the_ranks(signum: signal.Signals, moe_dir: Path, rows_file: Path, tmp_path: Path) -> None:
+    """It comes in the middle of the preparation, in a process of its own."""
+    code = (
+        "import os, sys; from mcore_qwen3.cli import main, sft; "
+        "sft.check_weights = lambda run: os.kill(os.getpid(), int(sys.argv[1])); "
+        "sys.exit(main.main(sys.argv[2:]))"
+    )
+    words = ["sft", "--load", moe_dir, "--dataset", rows_file, "--train_iters", 2, "--exit_code_on_signal", 143]
+    command = [sys.executable, "-c", code, str(int(signum)), *map(str, words), "--data_cache_path", str(tmp_path / "c")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (143, f"{signum.name} before any rank had started: stopped\n")
+    assert not (tmp_path / "c").exists()
+
+
+def test_restarts_need_what_they_continue_from(refused: Callable[..., str]) -> None:
+    line = refused("--max_restarts", 2, "--no_save_optim", "true")
+    assert "a restart continues from a checkpoint, which needs the optimizer state" in line
+    assert "--max_restarts 2 --no_save_optim true" in line
 
 
 def test_tokens_beyond_the_vocabulary(

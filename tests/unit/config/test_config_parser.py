@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_qwen3.config import ParsedRun, parse_args
+from mcore_qwen3.config import ParsedRun, greater_is_better, parse_args, with_values
 from mcore_qwen3.errors import ConfigError
 
 BASE = ["--load", "m", "--dataset", "a.jsonl", "--train_iters", "20"]
@@ -249,6 +249,18 @@ def test_b53_warm_up_must_be_shorter_than_the_decay() -> None:
 def test_rules_of_the_schedule() -> None:
     assert "lr must not be below min_lr" in message("--lr", "1e-6", "--min_lr", "1e-5")
     assert "either in steps or as a fraction" in message("--lr_warmup_iters", "1", "--lr_warmup_fraction", "0.1")
+
+
+def test_checkpoints_are_compared_by_an_evaluation_of_their_own() -> None:
+    compared = ("--metric_for_best_model", "loss", "--save_interval", "100")
+    assert "--save_interval 100, --eval_interval 40" in message(*compared, "--eval_interval", "40")
+    for words in ((*compared, "--eval_interval", "50"), compared, ("--save_interval", "100", "--eval_interval", "40")):
+        assert parse(*words).config.checkpoint.save_interval == 100
+    expected = {"loss": False, "ppl": False, "token_acc": True}
+    for metric, upwards in expected.items():
+        config = parse("--metric_for_best_model", metric).config
+        assert greater_is_better(config) is upwards
+        assert greater_is_better(with_values(config, {"greater_is_better": not upwards})) is not upwards
 
 
 def test_megatrons_other_name_of_virtual_stages() -> None:

@@ -13,6 +13,7 @@ import torch
 from converter_kit import KINDS, Planted, load_all, tiny_shape, write_torch_dist
 from safetensors.torch import save_file
 
+from mcore_qwen3.arch import read_model_shape
 from mcore_qwen3.cli.convert import run
 from mcore_qwen3.cli.main import main
 from mcore_qwen3.converters import TorchDistSource
@@ -112,6 +113,23 @@ def test_side_files_come_back_byte_for_byte(official: Path, tmp_path: Path) -> N
         after = hashes(tmp_path / f"back{number}")
         assert after.pop("model.safetensors")
         assert after == before
+
+
+def test_the_rope_base_stays_beside_a_scaling(official: Path, tmp_path: Path) -> None:
+    """B14: base 1,000,000 with YaRN, in the official spelling and back; head_dim 8 gives these inverse frequencies."""
+    from transformers import AutoConfig
+
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    written = json.dumps(OFFICIAL | {"rope_scaling": scaling}, indent=2)
+    (official / "config.json").write_text(written)
+    assert convert("hf2mcore", official, tmp_path / "mcore") == 0
+    shape = read_model_shape(tmp_path / "mcore")
+    assert shape.rope_scaling is not None and shape.rope_scaling.factor == 4.0
+    frequencies = [shape.rope_theta ** (-channel / shape.head_dim) for channel in range(0, 8, 2)]
+    assert frequencies == pytest.approx([1, 0.0316228, 0.001, 3.16228e-05], rel=1e-5)
+    assert convert("mcore2hf", tmp_path / "mcore", tmp_path / "back") == 0
+    assert (tmp_path / "back/config.json").read_text() == written
+    assert AutoConfig.from_pretrained(tmp_path / "back").rope_parameters["rope_theta"] == 1_000_000
 
 
 def test_packed_experts_give_the_same_checkpoint(official: Path, tmp_path: Path) -> None:

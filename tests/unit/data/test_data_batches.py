@@ -18,7 +18,7 @@ import torch
 from helpers.prepared import MAX_LENGTH, PAD, prepared_data
 
 from mcore_qwen3.arch import BatchPlan, resolve_batch
-from mcore_qwen3.data.batches import StepBatch, eval_batches, train_batches
+from mcore_qwen3.data.batches import StepBatch, eval_batches, largest_batch, train_batches
 from mcore_qwen3.data.micro_batch import MicroBatch, build_micro_batch
 from mcore_qwen3.data.order import permutation
 from mcore_qwen3.data.prepare import Prepared
@@ -305,3 +305,39 @@ raise RuntimeError("stop")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(repo_root)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 1 and done.stderr.rstrip().endswith("RuntimeError: stop")
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["rows", "packs"])
+def test_a_batch_can_tell_where_its_rows_come_from(tmp_path: Path, packing: bool) -> None:
+    prepared = prepared_data(tmp_path, make_samples(20), packing=packing)
+    step = next(train_batches(prepared, resolve_batch(2, 4, 1), dp_rank=0, consumed_samples=0, seed=1, num_workers=0))
+    for micro_batch, rows in zip(step.micro_batches, step.rows.tolist(), strict=True):
+        # A sample's first token tells its number.
+        firsts = micro_batch.tokens[0][micro_batch.cu_seqlens[:-1]]
+        numbers = [int(token) // 100 - 1 for token in firsts if token != PAD]
+        assert [place for row in rows for place in step.places(row)] == [f"a.jsonl:{number}" for number in numbers]
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["rows", "packs"])
+@pytest.mark.parametrize("micro_batch_size", [1, 3])
+def test_no_step_is_larger_than_the_largest(tmp_path: Path, packing: bool, micro_batch_size: int) -> None:
+    lengths = [3 + place % 5 for place in range(49)]
+    lengths.insert(17, MAX_LENGTH)  # one long row among short ones
+    samples = [(np.arange(length, dtype=np.int32), np.ones(length, np.uint8)) for length in lengths]
+    prepared = prepared_data(tmp_path, samples, packing=packing)
+    plan = resolve_batch(micro_batch_size, 6, 2)
+    largest = largest_batch(prepared, plan, num_microbatches=1)
+    steps = list(
+        itertools.islice(train_batches(prepared, plan, dp_rank=0, consumed_samples=0, seed=1, num_workers=0), 20)
+    )
+    sizes = [step.micro_batches[0].tokens.numel() for step in steps]
+    assert largest.micro_batches[0].tokens.numel() == max(sizes) == micro_batch_size * largest.row_length
+    assert packing or min(sizes) < max(sizes)
+    reader = SplitReader(prepared.path, "train")
+    assert sorted(reader.tokens[largest.rows[0]]) == sorted(reader.tokens)[-micro_batch_size:]
+    tokens, trained = int(reader.tokens[largest.rows].sum()), int(reader.trained_tokens[largest.rows].sum())
+    assert (largest.tokens, largest.global_tokens) == (tokens, 2 * tokens)
+    assert (largest.trained_tokens, largest.global_trained_tokens) == (trained, 2 * trained)
+    assert len(largest_batch(prepared, plan, num_microbatches=4).micro_batches) == 4
+    few = prepared_data(tmp_path, make_samples(2), packing=False)
+    assert largest_batch(few, resolve_batch(3, 3, 1), num_microbatches=1).rows.tolist() in ([[0, 1, 0]], [[1, 0, 1]])

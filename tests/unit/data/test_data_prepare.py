@@ -286,6 +286,13 @@ def alive_in_group(group: int) -> list[str]:
     return found
 
 
+def assert_group_ends(group: int) -> None:
+    deadline = time.monotonic() + 30
+    while alive_in_group(group):
+        assert time.monotonic() < deadline, "data processes outlive the one that started them"
+        time.sleep(0.1)
+
+
 def test_a_killed_preparation_leaves_no_process_and_no_lock(
     request_for: Request, tmp_path: Path, repo_root: Path
 ) -> None:
@@ -307,10 +314,7 @@ if __name__ == "__main__":
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    deadline = time.monotonic() + 30
-    while alive_in_group(process.pid):
-        assert time.monotonic() < deadline, "data processes outlive the one that started them"
-        time.sleep(0.1)
+    assert_group_ends(process.pid)
     assert not list(request.cache_dir.glob("*/manifest.json"))
     write(tmp_path / "a.jsonl", numbered(20))
     left = next(request.cache_dir.glob("*.building-*"))
@@ -318,6 +322,65 @@ if __name__ == "__main__":
     # The key of the killed run is another one; with its own key the half-built folder goes away.
     open_or_build(request.cache_dir, left.name.partition(".")[0], lambda folder: {})
     assert not left.exists()
+
+
+def test_each_sample_knows_its_line_and_another_folder_changes_no_sum(request_for: Request, tmp_path: Path) -> None:
+    """300 rows are three chunks of work; line 11 is too long, and dropped."""
+    rows = numbered(300)
+    rows[10] = ("q", "yes " * 500)
+    digests = []
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        data = write(tmp_path / folder / "a.jsonl", rows)
+        prepared = prepare(request_for(data, max_length=64, cache_dir=tmp_path / folder / "cache"))
+        reader = SplitReader(prepared.path, "train")
+        places = [place for row in range(len(reader)) for place in reader.places(row)]
+        assert places == [f"{data}:{line}" for line in range(1, 301) if line != 11]
+        digests.append(prepared.digest)
+    assert digests[0] == digests[1]
+
+
+def test_a_killed_data_process_is_one_clear_error(request_for: Request, tmp_path: Path, repo_root: Path) -> None:
+    """What the kernel does to a process when memory runs out: signal 9 for one of two."""
+    request = request_for(write(tmp_path / "a.jsonl", numbered(20_000)), dataset_num_proc=2)
+    script = tmp_path / "run.py"
+    script.write_text(f"""
+from pathlib import Path, PosixPath
+from mcore_qwen3.data.marks import TrainRule
+from mcore_qwen3.data.placeholders import Identity
+from mcore_qwen3.data.prepare import PrepareRequest, prepare
+from mcore_qwen3.errors import DataError
+if __name__ == "__main__":
+    try:
+        prepare({request!r})
+    except DataError as error:
+        print(error)
+""")
+    environment = {**os.environ, "PYTHONPATH": str(repo_root)}
+    process = subprocess.Popen(
+        [sys.executable, script], start_new_session=True, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    victim = None
+    while victim is None:
+        assert process.poll() is None, "ended before it was killed"
+        time.sleep(0.05)
+        victim = next(iter(data_processes(process.pid)), None)
+    os.kill(victim, signal.SIGKILL)
+    printed, _ = process.communicate(timeout=50)
+    assert process.returncode == 0
+    assert printed == (
+        f"every data process lives to the end; seen: pid {victim} was killed by signal 9 (out of memory? the kernel's log, "
+        "dmesg, names what it killed); change: a lower --dataset_num_proc, or more memory\n"
+    )
+    assert_group_ends(process.pid)
+    assert [path.suffix for path in request.cache_dir.iterdir()] == [".lock"], "nothing half-built is left"
+
+
+def data_processes(parent: int) -> list[int]:
+    """The children of a process that multiprocessing has started to work (not its resource tracker)."""
+    children = Path(f"/proc/{parent}/task/{parent}/children")
+    found = [int(pid) for pid in children.read_text().split()]
+    return [pid for pid in found if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def test_no_dataset(request_for: Request) -> None:

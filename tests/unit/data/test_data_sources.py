@@ -98,7 +98,7 @@ def test_one_hub_then_the_other(hubs: dict[str, FakeHub]) -> None:
     hubs["ms"]._fails = True
     with pytest.raises(DataError, match="a/b is a data set that can be downloaded") as caught:
         find_sources(["a/b"])
-    seen = "Hugging Face: ConnectionError: no route; ModelScope: ConnectionError: no route"
+    seen = "Hugging Face: ConnectionError: no route to the hub; ModelScope: ConnectionError: no route to the hub"
     assert seen in str(caught.value) and "\n" not in str(caught.value)
 
 

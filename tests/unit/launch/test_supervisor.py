@@ -6,6 +6,7 @@ limits only end a test that would hang.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,19 +17,22 @@ from pathlib import Path
 
 import pytest
 
-from mcore_qwen3.launch import supervisor
+from mcore_qwen3.launch.attempt import Attempt, Limits
 from mcore_qwen3.launch.environment import LaunchPlan
+from mcore_qwen3.launch.ports import free_port
 from mcore_qwen3.launch.processes import kill_group, read_processes
+from mcore_qwen3.launch.signals import StopSignals
 
 FAKE_RANK = Path(__file__).with_name("fake_rank.py")
-LIMIT = 45.0
+LIMIT = 120.0
 UNSEEN = "its exit status was not seen"  # torchrun may, seldom, bury a rank before the supervisor looks
 DRIVER = """
-import os, sys
-from mcore_qwen3.launch import resolve_environment, run, supervisor
-supervisor._ONE_REQUEST_SECONDS = float(sys.argv[1])
-plan = resolve_environment(os.environ, default_nproc=len(sys.argv) - 6)
-sys.exit(run(plan, sys.argv[4:], exit_grace=float(sys.argv[2]), exit_code_on_signal=int(sys.argv[3]), extra_env={}))
+import json, os, sys
+from mcore_qwen3.launch import Limits, StopSignals, attempt, resolve_environment, run
+attempt._ONE_REQUEST_SECONDS = float(sys.argv[1])
+plan = resolve_environment(os.environ, default_nproc=len(sys.argv) - 5)
+with StopSignals() as signals:
+    sys.exit(run(plan, sys.argv[3:], Limits(**json.loads(sys.argv[2])), signals, extra_env={}))
 """
 
 
@@ -43,14 +47,15 @@ class Job:
     """One supervisor, its torchrun and its ranks."""
 
     def __init__(
-        self, folder: Path, *behaviours: str, grace: float = 40, code_on_signal: int = 0, burst: float = 5
+        self, folder: Path, *behaviours: str, burst: float = 5, node: dict[str, str] | None = None, **limits: float
     ) -> None:
         self.folder, self.size = folder, len(behaviours)
-        options = [str(burst), str(grace), str(code_on_signal), str(FAKE_RANK), str(folder), *behaviours]
+        words = json.dumps({"exit_grace": 40, "exit_code_on_signal": 0} | limits)
+        options = [str(burst), words, str(FAKE_RANK), str(folder), *behaviours]
         root = FAKE_RANK.parents[3]
         names = ("NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
         environ = {name: value for name, value in os.environ.items() if name not in names}
-        environ |= {"PYTHONPATH": str(root), "TMPDIR": str(folder)}
+        environ |= {"PYTHONPATH": str(root), "TMPDIR": str(folder)} | (node or {})
         with (folder / "screen").open("wb") as screen:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", DRIVER, *options], stdout=screen, stderr=subprocess.STDOUT, env=environ
@@ -100,8 +105,8 @@ class Job:
 def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
 
-    def begin(*behaviours: str, **options: float) -> Job:
-        jobs.append(Job(tmp_path, *behaviours, **options))  # type: ignore[arg-type]
+    def begin(*behaviours: str, folder: Path = tmp_path, **options: float) -> Job:
+        jobs.append(Job(folder, *behaviours, **options))  # type: ignore[arg-type]
         return jobs[-1]
 
     yield begin
@@ -121,7 +126,7 @@ def test_orderly_end_with_the_exit_code_that_a_rank_asks_for(start: Callable[...
 
 
 def test_signals_are_one_request_and_the_ranks_may_finish_their_save(start: Callable[..., Job]) -> None:
-    job = start("wait", "wait", code_on_signal=143)
+    job = start("wait_143", "wait_143", exit_code_on_signal=143)
     job.wait_for("pid")
     job.process.send_signal(signal.SIGTERM)
     job.wait_for("signals")
@@ -145,7 +150,7 @@ def test_a_request_while_ranks_start_is_not_lost(start: Callable[..., Job]) -> N
 
 
 def test_a_request_before_any_rank_has_started(start: Callable[..., Job]) -> None:
-    job = start("hang", code_on_signal=9)
+    job = start("hang", exit_code_on_signal=9)
     torchrun = job.torchrun()
     job.process.send_signal(signal.SIGTERM)
     assert job.end() == 9
@@ -154,7 +159,7 @@ def test_a_request_before_any_rank_has_started(start: Callable[..., Job]) -> Non
 
 
 def test_ranks_that_outstay_the_grace_are_killed(start: Callable[..., Job]) -> None:
-    job = start("hang", "wait", grace=2)
+    job = start("hang", "wait", exit_grace=2)
     job.wait_for("pid")
     torchrun = job.torchrun()
     job.process.send_signal(signal.SIGTERM)
@@ -247,7 +252,7 @@ def test_only_leaders_of_a_session_are_ranks_and_they_are_in_rank_order(tmp_path
         "time.sleep(60)\n"
     )
     plan = LaunchPlan(nnodes=1, node_rank=0, nproc_per_node=2, master_addr="x", master_port=1, sources={})
-    watcher = supervisor._Supervisor(plan, tmp_path, 0, 0)
+    watcher = Attempt(plan, tmp_path, Limits(exit_grace=0, exit_code_on_signal=0), StopSignals())
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True) as parent:
         assert parent.stdout is not None
         other, *ranks = map(int, parent.stdout.readline().split())
@@ -256,3 +261,91 @@ def test_only_leaders_of_a_session_are_ranks_and_they_are_in_rank_order(tmp_path
         for group in (parent.pid, *ranks):  # `other` is in the parent's group
             kill_group(group)
     assert [rank.pid for rank in watcher._ranks] == ranks and other not in ranks
+
+
+def test_an_end_that_a_signal_did_not_cause_keeps_its_own_exit_code(start: Callable[..., Job]) -> None:
+    """The run was complete when the signal came: a platform that starts stopped jobs again has nothing to do."""
+    job = start("wait_0", exit_code_on_signal=143)
+    job.wait_for("pid")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() == 0
+    assert job.last_lines == "launcher: all ranks ended in order after SIGTERM\n"
+
+
+def test_a_fault_starts_all_ranks_again_until_it_goes_well(start: Callable[..., Job]) -> None:
+    job = start("return_0", "fail_2", max_restarts=3)
+    assert job.end() == 0, job.screen
+    assert "restart 1 of 3" in job.screen and "restart 2 of 3" in job.screen and "restart 3" not in job.screen
+    assert "RuntimeError: failure 1\n" in job.screen and "RuntimeError: failure 2\n" in job.screen
+    number, reason = (job.folder / "restart_1").read_text().split(" ", 1)
+    assert number == "2" and reason.startswith("rank 1 on ") and reason.endswith("RuntimeError: failure 2")
+    assert not job.running()
+
+
+def test_the_last_failure_is_shown_when_no_restart_is_left(start: Callable[..., Job]) -> None:
+    job = start("fail_9", max_restarts=1)
+    assert job.end() == 1
+    assert job.screen.endswith("RuntimeError: failure 2\n")
+    assert "restart 1 was the last one (max_restarts); at first rank 0 on" in job.screen
+    assert job.screen.count("starting ") == 2
+
+
+def test_a_killed_torchrun_is_a_fault_too(start: Callable[..., Job]) -> None:
+    job = start("busy", max_restarts=1)
+    job.wait_for("stepped")
+    first = job.number("pid", 0)
+    os.kill(job.torchrun(), signal.SIGKILL)
+    wait_until(lambda: job.number("pid", 0) != first, "a second start")
+    job.wait_for("pid")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() == 0, job.screen
+    assert "killed by signal 9; the ranks were killed with it" in job.screen and "restart 1 of 1" in job.screen
+    assert not job.running()
+
+
+def test_what_the_user_has_to_mend_is_not_repeated(start: Callable[..., Job]) -> None:
+    job = start("hang", "user_error", max_restarts=3)
+    assert job.end() == 2
+    assert "restart 1" not in job.screen
+
+
+def test_a_failure_after_a_request_to_stop_is_not_repeated(start: Callable[..., Job]) -> None:
+    job = start("hang", "wait", max_restarts=3)
+    job.wait_for("pid")
+    job.process.send_signal(signal.SIGTERM)
+    job.wait_for("signals")
+    os.kill(job.number("pid", 0), signal.SIGKILL)
+    assert job.end() == 1
+    assert "restart 1" not in job.screen
+    assert not job.running()
+
+
+def test_ranks_that_hang_show_their_stacks_and_are_named(start: Callable[..., Job]) -> None:
+    """One hangs in C code that holds the interpreter's lock, one waits for its data, one would like to save."""
+    job = start("stuck_step", "stuck_waiting_for_data", "stuck_save", step_timeout=2)
+    assert job.end() == 1
+    assert not job.running()
+    for rank in range(3):
+        stacks = job.screen.split(f"stacks of rank {rank} (pid {job.number('pid', rank)}):\n")[1]
+        assert stacks.startswith(("Current thread 0x", "Thread 0x")) and " in step\n" in stacks.split("stacks of")[0]
+    assert job.last_lines.startswith("launcher: no step was finished for 2 s (step_timeout): rank 0: step 7 finished, ")
+    for rank, phase in enumerate(("step", "waiting for data", "save")):
+        assert f"rank {rank}: step 7 finished, then " in job.last_lines and f" s in {phase}" in job.last_lines
+    assert job.last_lines.count("\n") == 1
+
+
+def test_nodes_start_their_ranks_again_together(start: Callable[..., Job], tmp_path: Path) -> None:
+    """A rank of node 1 fails once; node 0, whose rank is well until its peer has gone, starts again with it."""
+    port = free_port()
+    jobs = []
+    for node in range(2):
+        folder = tmp_path / str(node)
+        folder.mkdir()
+        environ = {"NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        behaviours = ["lost_peer", "fail_1"]
+        jobs.append(start(*behaviours, folder=folder, node=environ | {"NPROC_PER_NODE": "1"}, max_restarts=1))
+    assert [job.end() for job in jobs] == [0, 0], jobs[0].screen + jobs[1].screen
+    for job in jobs:
+        assert "restart 1 of 1" in job.screen and not job.running()
+    assert "RuntimeError: connection closed by peer" in jobs[0].screen
+    assert "RuntimeError: failure 1" in jobs[1].screen

@@ -15,12 +15,15 @@ PAGES = [
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "docs/checkpoints.md",
     "docs/convert.md",
     "docs/layouts.md",
     "docs/data.md",
+    "docs/guards.md",
     "docs/differences-from-ms-swift.md",
     "docs/numbers.md",
     "docs/planner.md",
+    "docs/stops-and-restarts.md",
 ]
 DIFFERENCES = "docs/differences-from-ms-swift.md"
 

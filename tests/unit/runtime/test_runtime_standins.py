@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.ranks import pool
-from helpers.runtime_checks import missing_stand_ins, name_of, split_sizes, what_the_stand_ins_give
+from helpers.runtime_checks import (
+    logits_of_transformers,
+    missing_stand_ins,
+    name_of,
+    split_sizes,
+    what_the_stand_ins_give,
+)
+from helpers.tiny import write_model
 
 from mcore_qwen3.runtime import cpu_standins
 
@@ -108,3 +116,14 @@ def test_what_megatron_asks_of_cuda_is_answered_on_the_cpu() -> None:
 
 def test_split_sizes_are_plain_numbers_for_all_to_all() -> None:
     assert pool(1).run(split_sizes) == [{"numpy": "ndarray", "tensor": "Tensor", "none": None}]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
+def test_transformers_gives_the_same_bits_in_a_rank(tmp_path: Path, moe: bool, dtype: torch.dtype) -> None:
+    """A model loaded where the stand-ins are in place and one loaded where they never were."""
+    write_model(tmp_path, moe=moe)
+    plain = logits_of_transformers(str(tmp_path), dtype)
+    (in_a_rank,) = pool(1).run(logits_of_transformers, directory=str(tmp_path), dtype=dtype)
+    assert torch.equal(in_a_rank, plain)
+    assert float(plain.abs().max()) > 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,12 @@ def records(directory: Path) -> list[dict[str, Any]]:
     return pool(1).run(log_records, directory=str(directory))[0]
 
 
+def log_lines(directory: Path) -> list[str]:
+    return (directory / "train_log.jsonl").read_text().splitlines()
+
+
 def lines_of(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "train_log.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in log_lines(directory)]
 
 
 def test_a_record_for_each_step(tmp_path: Path) -> None:
@@ -44,7 +49,8 @@ def test_a_record_for_each_step(tmp_path: Path) -> None:
     }
     assert (second["iteration"], second["tokens_per_second"]) == (2, 600.0)
     assert "balance_loss" not in second
-    assert evaluation == {"event": "eval", "iteration": 2, "eval_loss": 0.75, "trained_tokens": 7}
+    metrics = {"eval_loss": 0.75, "eval_ppl": 2.5, "eval_token_acc": 0.125}
+    assert evaluation == {"event": "eval", "iteration": 2, **metrics, "trained_tokens": 7}
 
 
 def test_lines_are_means_since_the_last_one(tmp_path: Path) -> None:
@@ -71,7 +77,7 @@ def test_lines_are_means_since_the_last_one(tmp_path: Path) -> None:
 def test_a_bar_on_a_terminal(tmp_path: Path) -> None:
     printed = write(tmp_path, [{}, {"loss": 2.5, "eval_loss": 0.75}], train_iters=4, terminal=True)
     assert "2/4" in printed and "loss 2.5000" in printed
-    assert "step 2/4 | eval loss 0.7500 over 7 tokens" in printed
+    assert "step 2/4 | eval loss 0.7500, perplexity 2.500, accuracy 12.50 % (7 tokens)" in printed
 
 
 def test_only_the_first_rank_writes(tmp_path: Path) -> None:
@@ -81,15 +87,30 @@ def test_only_the_first_rank_writes(tmp_path: Path) -> None:
 
 def test_a_skipped_step_has_no_loss(tmp_path: Path) -> None:
     # A loss of 0.0 in the log, or a dip of the curve to zero, would tell a lie (known fault B46).
-    skipped: dict[str, Any] = {"loss": 0.0, "trained_tokens": 0, "grad_norm": None}
+    skipped: dict[str, Any] = {"loss": 0.0, "trained_tokens": 0, "grad_norm": None, "skipped": "no trained token"}
     printed = write(tmp_path, [skipped, {"loss": 2.0}, skipped], log_interval=1)
     shown = [line.split(" | ")[1:3] for line in printed.splitlines() if line.startswith("step")]
     nothing = ["loss none", "grad norm skipped: no trained token"]
     assert shown == [nothing, ["loss 2.0000", "grad norm 0.500"], nothing]
     _, first, second, third = lines_of(tmp_path)
     assert "loss" not in first and "loss" not in third and second["loss"] == 2.0
-    assert first["trained_tokens"] == 0
+    assert first["trained_tokens"] == 0 and first["skipped"] == "no trained token"
     assert pool(1).run(plotted_lines, directory=str(tmp_path))[0] == (PNG, {"train": [[2], [2.0]]})
+
+
+def test_a_step_that_is_no_number_leaves_the_log_readable(tmp_path: Path) -> None:
+    bad: dict[str, Any] = {"loss": math.nan, "grad_norm": math.inf, "skipped": "the loss is nan"}
+    printed = write(tmp_path, [{"loss": 2.0}, bad, {"loss": 4.0}], log_interval=3, train_iters=3)
+    assert "step 3/3 | loss 4.0000" in printed  # a mean with the bad one would be no number
+    _, _, second, _ = [json.loads(line, parse_constant=float) for line in log_lines(tmp_path)]
+    assert "NaN" not in log_lines(tmp_path)[2] and "Infinity" not in log_lines(tmp_path)[2]
+    assert (second["skipped"], second["grad_norm"], "loss" in second) == ("the loss is nan", None, False)
+
+
+def test_an_event_is_a_line_and_a_record(tmp_path: Path) -> None:
+    printed = write(tmp_path, [{"event": "loss 9 is a spike"}], train_iters=4)
+    assert "step 1/4 | loss 9 is a spike" in printed.splitlines()
+    assert lines_of(tmp_path)[2] == {"event": "warning", "iteration": 1, "bound": 2.0}
 
 
 def test_a_restart_overrules_what_it_does_again(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_bad_gradient_moves_nothing_on_any_rank(model_dir: str, layout: Layout, bad: float, seen: str) -> None:
     args = {"model_dir": model_dir, "rows": samples(4), "layout": layout, "bad": bad}
     for found in pool(layout.world).run(non_finite_gradient, **args, on_rank=layout.world - 1):
-        assert found["error"].startswith(f"the gradient norm must be finite; seen: {seen}; ")
+        assert found["skipped"] == f"the gradient norm is {seen}"
         assert found["moved by the good step"] > 0.9, "or nothing moving would show nothing"
         assert found["changed"] == []
         assert found["moments kept"]
