@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mcore_qwen3.arch import ModelShape, count_parameters, resolve_layout
+from mcore_qwen3.arch import ModelShape, count_parameters, iteration_directory, resolve_layout
 from mcore_qwen3.cli.plan_view import command_text, explain_lines, plan_record, run_flags, table_lines, yaml_text
-from mcore_qwen3.config import PLAN, Parsed, PlanConfig, parse_command, to_flat_dict, with_values
+from mcore_qwen3.cli.resolve import layout_of
+from mcore_qwen3.config import PLAN, Parsed, PlanConfig, RunConfig, parse_command, to_flat_dict, with_values
+from mcore_qwen3.config.yaml_file import read_flat_yaml
 from mcore_qwen3.errors import ConfigError
 from mcore_qwen3.planner.calibration import Calibration, load_calibration
-from mcore_qwen3.planner.gpus import find_gpu
+from mcore_qwen3.planner.gpus import Gpu, find_gpu
 from mcore_qwen3.planner.layout_words import read_layout
 from mcore_qwen3.planner.models import find_model
 from mcore_qwen3.planner.search import Search
@@ -72,7 +74,7 @@ def make_search(parsed: Parsed[PlanConfig]) -> Search:
         inter_bw=cluster.inter_bw,
         gpus_per_node=cluster.gpus_per_node,
     )
-    calibration = _calibration(config)
+    calibration = _calibration(config, shape, gpu)
     flat = to_flat_dict(config)
     return Search(
         shape=shape,
@@ -83,17 +85,41 @@ def make_search(parsed: Parsed[PlanConfig]) -> Search:
     )
 
 
-def _calibration(config: PlanConfig) -> Calibration:
-    return load_calibration()
+def _calibration(config: PlanConfig, shape: ModelShape, gpu: Gpu) -> Calibration:
+    """The packaged one, or that moved to agree with the user's own run of the same model on the same kind of GPU."""
+    if config.assumptions.calibrate is None:
+        return load_calibration()
+    from mcore_qwen3.planner.calibrate import calibrate, run_of_log, world_size  # with numpy, which nothing else needs
+
+    log = Path(config.assumptions.calibrate)
+    own = _own_run(log)
+    layout = layout_of(own, world_size(log), shape)
+    settings = settings_of(own, layout, modules=_modules(own), on_cuda=True)
+    settings = replace(settings, moe_imbalance=load_calibration().natural_imbalance)
+    return calibrate([run_of_log(log, shape=shape, layout=layout, settings=settings, gpu=gpu)])
+
+
+def _own_run(log: Path) -> RunConfig:
+    """The settings of a run, as its newest checkpoint beside the log holds them."""
+    try:
+        file = iteration_directory(log.parent) / "run_config.yaml"
+        values = read_flat_yaml(str(file))
+    except (OSError, ConfigError) as error:
+        raise ConfigError(
+            "--calibrate needs the log of a run in its --save folder, with a checkpoint beside it",
+            seen=f"{log}: {error}",
+            fix="the train_log.jsonl of a run that has saved",
+        ) from None
+    known = {name: value for name, value in values.items() if name in to_flat_dict(RunConfig())}
+    return with_values(RunConfig(), {name: tuple(v) if isinstance(v, list) else v for name, v in known.items()})
 
 
 def _settings(config: PlanConfig, shape: ModelShape, calibration: Calibration) -> Settings:
     run = config.run_config()
     length = run.data.max_length or shape.max_position_embeddings
     run = with_values(run, {"max_length": length, "bf16": True})
-    modules = "torch" if run.model.transformer_impl == "torch" else "transformer_engine"
     assumed = config.assumptions
-    settings = settings_of(run, resolve_layout(1, shape=shape), modules=modules, on_cuda=True)
+    settings = settings_of(run, resolve_layout(1, shape=shape), modules=_modules(run), on_cuda=True)
     return replace(
         settings,
         effective_length=float(assumed.effective_length or length),
@@ -101,6 +127,11 @@ def _settings(config: PlanConfig, shape: ModelShape, calibration: Calibration) -
         train_type=assumed.train_type,
         lora_rank=assumed.lora_rank,
     )
+
+
+def _modules(run: RunConfig) -> str:
+    """transformer-engine's on a GPU, unless the user has chosen."""
+    return "torch" if run.model.transformer_impl == "torch" else "transformer_engine"
 
 
 def head_lines(search: Search) -> list[str]:

@@ -130,22 +130,7 @@ def resolve(parsed: ParsedRun, world_size: int, environ: Mapping[str, str] = os.
     name = str(config.model.load)
     model = NamedModel(name, Path(given)) if given else find_model(name, config.data.use_hf)
     hf_files, shape = find_config_file(model.directory).parent, read_model_shape(model.directory)
-    parallel = config.parallel
-    layout = resolve_layout(
-        world_size,
-        tensor=parallel.tensor_model_parallel_size,
-        pipeline=parallel.pipeline_model_parallel_size,
-        expert=parallel.expert_model_parallel_size,
-        expert_tensor=parallel.expert_tensor_parallel_size,
-        context=parallel.context_parallel_size,
-        sequence_parallel=parallel.sequence_parallel,
-        virtual_pipeline=parallel.virtual_pipeline_model_parallel_size or 1,
-        first_stage_layers=parallel.decoder_first_pipeline_num_layers,
-        last_stage_layers=parallel.decoder_last_pipeline_num_layers,
-        account_for_embedding=parallel.account_for_embedding_in_pipeline_split,
-        account_for_loss=parallel.account_for_loss_in_pipeline_split,
-        shape=shape,
-    )
+    layout = layout_of(config, world_size, shape)
     batch = resolve_batch(
         config.train.micro_batch_size,
         config.train.global_batch_size,
@@ -192,6 +177,26 @@ def resolve(parsed: ParsedRun, world_size: int, environ: Mapping[str, str] = os.
     if resume is not None and not run.finished:
         check_optimizer_state(filled, resume)
     return run
+
+
+def layout_of(config: RunConfig, world_size: int, shape: ModelShape) -> ParallelLayout:
+    """The layout that a run's flags name for a number of ranks; ConfigError where it breaks a rule."""
+    parallel = config.parallel
+    return resolve_layout(
+        world_size,
+        tensor=parallel.tensor_model_parallel_size,
+        pipeline=parallel.pipeline_model_parallel_size,
+        expert=parallel.expert_model_parallel_size,
+        expert_tensor=parallel.expert_tensor_parallel_size,
+        context=parallel.context_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        virtual_pipeline=parallel.virtual_pipeline_model_parallel_size or 1,
+        first_stage_layers=parallel.decoder_first_pipeline_num_layers,
+        last_stage_layers=parallel.decoder_last_pipeline_num_layers,
+        account_for_embedding=parallel.account_for_embedding_in_pipeline_split,
+        account_for_loss=parallel.account_for_loss_in_pipeline_split,
+        shape=shape,
+    )
 
 
 def _fill(

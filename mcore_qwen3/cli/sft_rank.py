@@ -75,7 +75,12 @@ def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> in
     save = parts.save_root(run)
     total = train_iters(config)
     log = TrainLog(
-        save, total, config.train.log_interval, active=os.environ["RANK"] == "0", start_iteration=state.iteration
+        save,
+        total,
+        config.train.log_interval,
+        active=os.environ["RANK"] == "0",
+        start_iteration=state.iteration,
+        world_size=run.layout.world_size,
     )
     if (restart := restarted(os.environ)) is not None:
         log.restart(state.iteration, restart.number, restart.reason)

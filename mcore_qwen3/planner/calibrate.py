@@ -30,13 +30,9 @@ def step_seconds(log: Path) -> float:
     Raises:
         DataError: the file cannot be read, or has too few steps.
     """
-    try:
-        lines = log.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError("the log of a run must be a readable UTF-8 file", seen=f"{log}: {error}") from error
     seconds = [
         record["step_seconds"] - record["data_wait_seconds"]
-        for record in map(_record, lines)
+        for record in _records(log)
         if "step_seconds" in record and record["iteration"] > WARM_UP_STEPS
     ]
     if not seconds:
@@ -46,6 +42,28 @@ def step_seconds(log: Path) -> float:
             fix=f"let the run go further; {WARM_UP_STEPS * 4} steps are enough",
         )
     return statistics.median(seconds)
+
+
+def world_size(log: Path) -> int:
+    """Ranks of a run, as the last start mark of its log says.
+
+    Raises:
+        DataError: the file cannot be read, or has no such mark.
+    """
+    sizes = [record["world_size"] for record in _records(log) if "world_size" in record]
+    if not sizes:
+        raise DataError(
+            "the log of a run must say how many ranks it had", seen=f"{log}: no start mark", fix="a newer run"
+        )
+    return int(sizes[-1])
+
+
+def _records(log: Path) -> list[dict[str, float]]:
+    try:
+        lines = log.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError("the log of a run must be a readable UTF-8 file", seen=f"{log}: {error}") from error
+    return [_record(line) for line in lines]
 
 
 def _record(line: str) -> dict[str, float]:

@@ -37,10 +37,18 @@ class TrainLog:
         log_interval: steps between two printed lines.
         active: True on rank 0.
         start_iteration: finished steps at the start; older records past it are overruled by a start mark.
+        world_size: ranks of the run.
     """
 
     def __init__(
-        self, directory: Path, train_iters: int, log_interval: int, *, active: bool, start_iteration: int
+        self,
+        directory: Path,
+        train_iters: int,
+        log_interval: int,
+        *,
+        active: bool,
+        start_iteration: int,
+        world_size: int,
     ) -> None:
         self.path = directory / LOG_FILE
         self._train_iters, self._interval, self._active = train_iters, log_interval, active
@@ -54,7 +62,7 @@ class TrainLog:
             self._file = self.path.open("a", encoding="utf-8")
             if cut:
                 self._file.write("\n")
-            self._write({"event": "start", "iteration": start_iteration})
+            self._write({"event": "start", "iteration": start_iteration, "world_size": world_size})
             if sys.stdout.isatty():
                 self._open_bar()
 

@@ -48,7 +48,7 @@ def run_loop(
 
     chunks, optimizer = new_trainer(model_dir, layout, **options)
     active = dist.get_rank() == 0
-    log = TrainLog(Path(save), len(batches), 1, active=active, start_iteration=0)
+    log = TrainLog(Path(save), len(batches), 1, active=active, start_iteration=0, world_size=1)
     parts = loop.Parts(
         device=cpu(),
         chunks=chunks,

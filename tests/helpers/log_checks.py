@@ -39,7 +39,7 @@ def write_log(
 
     screen = Terminal() if terminal else io.StringIO()
     with mock.patch.object(sys, "stdout", screen):
-        log = TrainLog(Path(directory), train_iters, log_interval, active=active, start_iteration=start)
+        log = TrainLog(Path(directory), train_iters, log_interval, active=active, start_iteration=start, world_size=2)
         for number, fields in enumerate(steps, start + 1):
             tokens = fields.pop("tokens", 100)
             evaluation = fields.pop("eval_loss", None)

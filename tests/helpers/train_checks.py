@@ -318,7 +318,7 @@ def loop_story(
         evaluation=lambda: iter([batch, batch]),  # type: ignore[list-item]
         saver=_NotingSaver(story, stop, stop_in_save),  # type: ignore[arg-type]
         enter=enter,
-        log=TrainLog(Path(directory), train_iters, 1, active=False, start_iteration=0),
+        log=TrainLog(Path(directory), train_iters, 1, active=False, start_iteration=0, world_size=1),
     )
     plan = loop.Plan(
         train_iters=train_iters,

@@ -32,7 +32,7 @@ def lines_of(directory: Path) -> list[dict[str, Any]]:
 def test_a_record_for_each_step(tmp_path: Path) -> None:
     write(tmp_path, [{"loss": 2.0, "balance_loss": 1.5}, {"loss": 1.0, "tokens": 300, "eval_loss": 0.75}])
     start, first, second, evaluation = lines_of(tmp_path)
-    assert start == {"event": "start", "iteration": 0}
+    assert start == {"event": "start", "iteration": 0, "world_size": 2}
     assert first.pop("seconds_left") >= 0
     assert first == {
         "iteration": 1,
