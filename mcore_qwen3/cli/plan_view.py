@@ -81,7 +81,7 @@ def explain_lines(plan: Plan, search: Search) -> list[str]:
 
 
 def _account_lines(account: Account) -> Iterable[str]:
-    for item in account.items:
+    for item in (*account.items, *account.fitted):
         yield f"  {item.name:<20} {_gib(item.bytes):>8} GiB  {item.source}"
 
 
@@ -110,7 +110,7 @@ def plan_record(plan: Plan, gpu: Gpu) -> dict[str, Any]:
             "low": account.low / GIB,
             "high": account.high / GIB,
             "available": gpu.memory_gib,
-            **{item.name: item.bytes / GIB for item in account.items},
+            **{item.name: item.bytes / GIB for item in (*account.items, *account.fitted)},
         },
         "fits": plan.fits(gpu),
         "step_seconds": {"middle": step.seconds, "low": step.low, "high": step.high},

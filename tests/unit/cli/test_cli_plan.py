@@ -1,0 +1,124 @@
+"""`megatron plan`: its answers, its command, its errors."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mcore_qwen3.cli.main import main
+
+ASKED = ["--model", "Qwen3-235B-A22B", "--gpus", "64", "--gpu", "h100-80"]
+ASKED += ["--max_length", "8192", "--global_batch_size", "128"]
+# config.json of Qwen3-235B-A22B, as far as it is read.
+CONFIG = {
+    "model_type": "qwen3_moe", "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64,
+    "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 12288, "moe_intermediate_size": 1536,
+    "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6, "rope_scaling": None, "tie_word_embeddings": False, "hidden_act": "silu", "eos_token_id": 151645,
+    "attention_bias": False, "initializer_range": 0.02, "torch_dtype": "bfloat16", "use_sliding_window": False,
+}  # fmt: skip
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["plan", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_command_passes_a_dry_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    words = ["--model", str(tmp_path), *ASKED[2:], "--dataset", str(tmp_path / "rows.jsonl")]
+    output = plan(capsys, *words)
+    start = output.index("NNODES=8")
+    environ, command = output[start : output.index("\n\n", start)].replace("\\\n", " ").split("megatron sft")
+    for setting in environ.split():
+        name, value = setting.split("=")
+        if not value.startswith("$"):
+            monkeypatch.setenv(name, value)
+    assert main(["sft", *shlex.split(command), "--device", "cuda", "--dry_run", "true"]) == 0
+    said = capsys.readouterr().out
+    assert "world size 64" in said and "235,093,634,560 parameters" in said and "nothing was started" in said
+
+
+def test_the_file_says_the_same_as_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.yaml"
+    output = plan(capsys, *ASKED, "--output", str(file))
+    assert file.read_text() in output
+    for name, value in yaml.safe_load(file.read_text()).items():
+        assert f"--{name} {str(value).lower() if isinstance(value, bool) else value}" in output
+
+
+def test_json_is_all_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = json.loads(plan(capsys, *ASKED, "--json"))
+    assert (answer["gpus"], answer["gpu"], len(answer["plans"])) == (64, "h100-80", 10)
+    first = answer["plans"][0]
+    parts = dict(first["memory_gib"])
+    total = parts.pop("total")
+    for name in ("low", "high", "available"):
+        parts.pop(name)
+    assert sum(parts.values()) == pytest.approx(total)
+    assert first["step_seconds"]["high"] <= 1.51 * first["step_seconds"]["middle"]
+
+
+def test_explain_shows_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *ASKED, "--explain", "TP2 PP8x3 EP8 L+2 full"]) in (0, 3)
+    output = capsys.readouterr().out
+    for number in range(8):
+        assert f"stage {number}:" in output
+    for item in ("weights", "gradients", "master weights", "moments", "activations", "communicators", "EP messages"):
+        assert item in output
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        ([*ASKED, "--explain", "TP8 PP8"], "the number of key-value heads must be a multiple of TP"),
+        ([*ASKED, "--explain", "PP7"], "the world size must be a multiple of TP x CP x PP"),
+        ([*ASKED, "--explain", "DP8"], "a layout is written in words"),
+        (ASKED[2:], "megatron plan needs --model"),
+        (ASKED[:2], "megatron plan needs a number of GPUs"),
+        ([*ASKED, "--min_gpus", "--explain", "TP2"], "--explain has one layout"),
+        (["--model", "Qwen3-999B", "--gpus", "8"], "a model is the name of a Qwen3 model"),
+        (["--model", "Qwen3-8B", "--gpus", "8", "--gpu", "h1000"], "a GPU is one of the table"),
+        (
+            ["--model", "Qwen3-8B", "--gpus", "7", "--global_batch_size", "16", "--tensor_model_parallel_size", "3"],
+            "no layout obeys",
+        ),
+        (["--model", "Qwen3-8B", "--gpus", "8", "--calibrate", "nothing/train_log.jsonl"], "--calibrate needs the log"),
+    ],
+)
+def test_refusals(words: list[str], rule: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 2
+    assert rule in capsys.readouterr().err
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "Qwen3-235B-A22B", "--gpus", "8", "--max_length", "8192", "--global_batch_size", "16"]
+    assert main(["plan", *words]) == 3
+    assert "nothing fits on 8 x h100-80; the layout that needs least:" in capsys.readouterr().out
+
+
+def test_fewest_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "Qwen3-30B-A3B", "--min_gpus", "--max_length", "8192", "--global_batch_size", "16"]
+    assert "8 GPUs, the fastest that fit" in plan(capsys, *words)
+
+
+def test_lora_needs_fewer(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "Qwen3-30B-A3B", "--min_gpus", "--max_length", "2048", "--global_batch_size", "16"]
+    answer = json.loads(plan(capsys, *words, "--train_type", "lora", "--json"))
+    assert answer["gpus"] == 1
+
+
+def test_no_torch_and_no_numpy() -> None:
+    program = "import sys; from mcore_qwen3.cli.main import main; main(sys.argv[1:])\n"
+    program += "assert not {'torch', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program, "plan", *ASKED], check=True, capture_output=True)

@@ -1,0 +1,155 @@
+"""The search for a layout: what it finds is what looking at everything finds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mcore_qwen3.arch import resolve_layout
+from mcore_qwen3.errors import ConfigError
+from mcore_qwen3.planner.calibration import load_calibration
+from mcore_qwen3.planner.gpus import find_gpu
+from mcore_qwen3.planner.layout_words import layout_words, read_layout
+from mcore_qwen3.planner.memory import GIB, heaviest_account, stage_account
+from mcore_qwen3.planner.models import find_model
+from mcore_qwen3.planner.search import Search, pipeline_cuts
+from mcore_qwen3.planner.settings import Settings
+from mcore_qwen3.planner.step_time import estimate_step
+
+
+def search(model: str = "30B-A3B", gpu: str = "h100-80", length: int = 8192, batch: int = 64, **fixed: Any) -> Search:
+    calibration = load_calibration()
+    settings = Settings(
+        row_length=length,
+        effective_length=float(length),
+        global_batch_size=batch,
+        micro_batch_size=fixed.get("micro_batch_size", 1),
+        moe_imbalance=calibration.natural_imbalance,
+    )
+    return Search(shape=find_model(model), gpu=find_gpu(gpu), settings=settings, fixed=fixed, calibration=calibration)
+
+
+def everything(look: Search, gpus: int) -> list[tuple[float, tuple[int, ...], bool]]:
+    """(seconds, sizes, whole range fits) of every choice of every start whose middle fits, one after the other."""
+    found = []
+    for start in look._starts(gpus, all_sizes=True):
+        for layout, settings in look._choices(start):
+            account = heaviest_account(look.shape, layout, settings)
+            if account.total <= look.gpu.memory_gib * GIB:
+                step = estimate_step(look.shape, layout, settings, look.gpu, look.calibration)
+                found.append((step.seconds, start.sizes, account.high <= look.gpu.memory_gib * GIB))
+    return found
+
+
+@pytest.mark.parametrize(("model", "gpus"), [("30B-A3B", 16), ("8B", 4)])
+def test_the_best_are_those_of_all(model: str, gpus: int) -> None:
+    look = search(model)
+    whole: dict[tuple[int, ...], float] = {}
+    for seconds, sizes, comfortable in everything(look, gpus):
+        if comfortable:
+            whole[sizes] = min(seconds, whole.get(sizes, seconds))
+    expected = sorted(whole.values())[:5]
+    assert [plan.step.seconds for plan in look.best(gpus, 5)] == pytest.approx(expected)
+    assert len(expected) == 5
+
+
+def test_what_fits_only_just_comes_last() -> None:
+    look = search("235B-A22B", batch=128)
+    plans = look.best(64, 10)
+    edges = [plan.at_the_edge(look.gpu) for plan in plans]
+    assert edges == sorted(edges) and all(plan.fits(look.gpu) for plan in plans)
+    assert len({layout_words(plan.layout) for plan in plans}) == len(plans) == 10
+
+
+def test_fewest_gpus_and_one_node_less() -> None:
+    look = search()
+    gpus = look.fewest_gpus(64)
+    assert gpus == 8  # 2 nodes are what people use; one holds it with everything recomputed
+    assert look.best(gpus, 1) and not look.best(4, 1)
+    lightest = look.lightest(4)
+    assert lightest is not None and not lightest.fits(look.gpu)
+
+
+def test_fixed_flags_are_kept() -> None:
+    look = search(
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        micro_batch_size=2,
+        recompute_granularity="none",
+    )
+    plans = look.best(32, 10)
+    assert plans
+    for plan in plans:
+        assert (plan.layout.tensor, plan.layout.pipeline, plan.settings.micro_batch_size) == (2, 2, 2)
+        assert plan.settings.recompute_granularity == "none"
+
+
+def test_every_plan_obeys_the_rules_and_divides_the_batch() -> None:
+    look = search("Coder-480B-A35B-Instruct", gpu="h200-141", batch=256)
+    for plan in look.best(256, 10):
+        layout = plan.layout
+        assert resolve_layout(
+            256,
+            tensor=layout.tensor,
+            pipeline=layout.pipeline,
+            context=layout.context,
+            expert=layout.expert,
+            expert_tensor=layout.expert_tensor,
+            sequence_parallel=layout.sequence_parallel,
+            virtual_pipeline=layout.virtual_pipeline,
+            first_stage_layers=layout.first_stage_layers,
+            last_stage_layers=layout.last_stage_layers,
+            account_for_embedding=layout.account_for_embedding,
+            account_for_loss=layout.account_for_loss,
+            shape=look.shape,
+        )
+        assert 256 % (plan.settings.micro_batch_size * layout.data) == 0
+
+
+def test_a_stage_that_is_left_out_holds_no_more() -> None:
+    """Only stages that differ are looked at; here all are."""
+    look = search("235B-A22B", batch=128)
+    for words in ("TP2 PP8 EP8 FIRST11 LAST11 full", "PP16x3 EP4 L+2 full", "TP4 PP4 EP16 FIRST23 LAST23"):
+        plan = look.one(64, read_layout([words]))
+        accounts = [
+            stage_account(look.shape, plan.layout, plan.settings, stage).total for stage in range(plan.layout.pipeline)
+        ]
+        assert plan.account.total == max(accounts) and accounts.index(max(accounts)) == plan.account.stage
+
+
+def test_cuts_of_94_layers() -> None:
+    cuts = {(cut.virtual, cut.first, cut.embedding) for cut in pipeline_cuts(94, 8, None)}
+    assert cuts == {(virtual, None, True) for virtual in (1, 2, 3, 4, 6, 12)}  # 94 + 2 = 96 = 8 x 12
+    (balanced,) = pipeline_cuts(94, 9, None)
+    assert (balanced.first, balanced.last) == (8, 9)  # 8 + 7 x 11 + 9
+    assert {cut.virtual for cut in pipeline_cuts(48, 4, None)} == {1, 2, 3, 4, 6, 12}
+
+
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        ("TP2 PP8x3 EP8", {"tensor": 2, "pipeline": 8, "virtual_pipeline": 3, "expert": 8}),
+        ("tp2,ep8 CP4/ETP2", {"tensor": 2, "expert": 8, "context": 4, "expert_tensor": 2}),
+    ],
+)
+def test_words_of_a_layout(text: str, flags: dict[str, int]) -> None:
+    names = {"tensor", "pipeline", "expert", "virtual_pipeline"}
+    expected = {
+        f"{name}_model_parallel_size" if name in names else f"{name}_parallel_size": n for name, n in flags.items()
+    }
+    assert read_layout([text]) == expected
+
+
+@pytest.mark.parametrize("text", ["TP", "TP2 TP4", "DP8", "TP2x3", "fast", ""])
+def test_words_that_are_no_layout(text: str) -> None:
+    with pytest.raises(ConfigError, match="a layout"):
+        read_layout([text])
+
+
+def test_words_are_read_back() -> None:
+    look = search("235B-A22B", batch=128)
+    for plan in look.best(64, 10):
+        again = look.one(64, read_layout([layout_words(plan.layout)]))
+        assert replace(again.layout, notes=()) == replace(plan.layout, notes=())
