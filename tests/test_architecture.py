@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import subprocess
 import sys
 from collections.abc import Callable
@@ -210,3 +211,11 @@ def test_torch_is_not_loaded_with(module: str, repo_root: Path) -> None:
     """The syntax tree shows direct imports; this shows what really gets loaded."""
     code = f"import sys, mcore_qwen3.{module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=repo_root, timeout=50).returncode == 0
+
+
+def test_every_folder_of_tests_is_collected(pytestconfig: pytest.Config, repo_root: Path) -> None:
+    """pytest leaves out folders of certain names, `dist` among them, without a word."""
+    left_out = pytestconfig.getini("norecursedirs")
+    folders = {path.parent.name for path in (repo_root / "tests").rglob("test_*.py")}
+    assert "dist" in folders
+    assert not [name for name in folders if any(fnmatch.fnmatch(name, pattern) for pattern in left_out)]

@@ -232,6 +232,15 @@ def test_a_run_continues_at_any_sample(tmp_path: Path) -> None:
         assert got == unbroken[consumed : consumed + 24]
 
 
+def test_eight_rows_in_steps_of_two_stopped_after_two(tmp_path: Path) -> None:  # known fault B54, the data half
+    prepared = prepared_data(tmp_path, make_samples(8), packing=False)
+    plan = resolve_batch(1, 2, 1)
+    unbroken = [step.rows.ravel().tolist() for step in steps(prepared, plan, 4)]
+    continued = [step.rows.ravel().tolist() for step in steps(prepared, plan, 2, consumed=4)]
+    assert continued == unbroken[2:]
+    assert sorted(itertools.chain(*unbroken[:2], *continued)) == list(range(8))
+
+
 def test_the_permutation_stays_what_it_was() -> None:
     # Written down once: a run that is resumed under a later NumPy has to see the same order.
     assert permutation(8, 42, 0).tolist() == [0, 1, 4, 2, 6, 5, 7, 3]
