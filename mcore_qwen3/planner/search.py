@@ -20,9 +20,7 @@ from mcore_qwen3.planner.memory import GIB, Account, heaviest_account, heaviest_
 from mcore_qwen3.planner.settings import Settings
 from mcore_qwen3.planner.step_time import StepTime, estimate_step
 
-SHORTEST_PART = (
-    2048  # tokens of a row a context-parallel rank keeps: below, attention is too short to hide the exchange
-)
+SHORTEST_PART = 8192  # tokens of a row that a context-parallel rank keeps: no published run cuts finer; a flag does
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
 MOST_VIRTUAL_STAGES = 12  # the most that any published run has
 

@@ -77,13 +77,11 @@ def test_fixed_flags_are_kept() -> None:
         tensor_model_parallel_size=2,
         pipeline_model_parallel_size=2,
         micro_batch_size=2,
-        recompute_granularity="none",
     )
     plans = look.best(32, 10)
     assert plans
     for plan in plans:
         assert (plan.layout.tensor, plan.layout.pipeline, plan.settings.micro_batch_size) == (2, 2, 2)
-        assert plan.settings.recompute_granularity == "none"
 
 
 def test_every_plan_obeys_the_rules_and_divides_the_batch() -> None:

@@ -1,0 +1,115 @@
+"""The configurations that come with the package: each parses, is legal on its GPUs, fits, and says what it always said.
+
+`UPDATE_CONFIGS=1` writes the golden texts anew, after `python scripts/write_configs.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3.arch import ModelShape
+from mcore_qwen3.cli.main import main
+from mcore_qwen3.cli.resolve import layout_of
+from mcore_qwen3.config import RunConfig, parse_args, with_values
+from mcore_qwen3.config.yaml_file import CONFIGS, find_config
+from mcore_qwen3.errors import ConfigError
+from mcore_qwen3.planner.calibration import load_calibration
+from mcore_qwen3.planner.gpus import find_gpu
+from mcore_qwen3.planner.memory import GIB, heaviest_account
+from mcore_qwen3.planner.models import find_model
+from mcore_qwen3.planner.settings import settings_of
+
+FILES = sorted(CONFIGS.glob("*.yaml"))
+GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "configs"
+HEAD = re.compile(r"# (\S+), megatron (sft|pt)\. GPUs: (\d+) x (\S+)\.\n")
+
+
+def hf_config(shape: ModelShape) -> dict[str, object]:
+    """config.json of a model, official spelling."""
+    config: dict[str, object] = {
+        "model_type": shape.model_type,
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_query_groups,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.ffn_hidden_size,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": None,
+        "tie_word_embeddings": shape.tie_word_embeddings,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "initializer_range": shape.initializer_range,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        "eos_token_id": shape.eos_token_id[0],
+    }
+    if shape.is_moe:
+        config |= {
+            "num_experts": shape.num_experts,
+            "num_experts_per_tok": shape.moe_router_topk,
+            "moe_intermediate_size": shape.moe_ffn_hidden_size,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    return config
+
+
+def test_every_model_has_both_tasks() -> None:
+    names = {file.stem for file in FILES}
+    sizes = ("0.6b", "1.7b", "4b", "8b", "14b", "32b", "30b-a3b", "235b-a22b", "4b-2507", "30b-a3b-2507")
+    sizes += ("235b-a22b-2507", "coder-30b-a3b", "coder-480b-a35b")
+    assert names == {f"qwen3-{size}-{task}" for size in sizes for task in ("sft", "pt")}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_dry_run_and_memory(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = HEAD.match(file.read_text())
+    assert found is not None, "the first line says what the file is for"
+    model, task, gpus, gpu = found[1], found[2], int(found[3]), find_gpu(found[4])
+    shape = find_model(model)
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps(hf_config(shape)))
+    Path("rows.jsonl").write_text("{}\n")
+    words = ["--config", file.stem, "--load", "model", "--dataset", "rows.jsonl", "--train_iters", "2000"]
+
+    config: RunConfig = parse_args(words, task).config
+    config = with_values(config, {"bf16": True})
+    settings = settings_of(config, layout_of(config, gpus, shape), modules="transformer_engine", on_cuda=True)
+    settings = replace(settings, moe_imbalance=load_calibration().natural_imbalance)
+    account = heaviest_account(shape, layout_of(config, gpus, shape), settings)
+    assert account.high <= gpu.memory_gib * GIB
+
+    per_node = min(gpus, gpu.gpus_per_node)
+    monkeypatch.setenv("NNODES", str(gpus // per_node))
+    monkeypatch.setenv("NPROC_PER_NODE", str(per_node))
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert main([task, *words, "--device", "cuda", "--dry_run"]) == 0
+    said = capsys.readouterr().out
+    golden = GOLDEN / f"{file.stem}.txt"
+    if os.environ.get("UPDATE_CONFIGS"):
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(said)
+    assert said == golden.read_text()
+
+
+def test_a_name_is_a_path_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_config("qwen3-8b-sft") == CONFIGS / "qwen3-8b-sft.yaml"
+    monkeypatch.chdir(tmp_path)
+    Path("qwen3-8b-sft").write_text("lr: 1.0e-4\n")
+    assert find_config("qwen3-8b-sft") == Path("qwen3-8b-sft")
+    with pytest.raises(ConfigError, match="qwen3-30b-a3b-sft"):
+        find_config("qwen3-30b-a3b-stf")
