@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from e2e_kit import Job, Site, steps_of, wait_until, write_rows
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = pytest.mark.timeout(900)
 
 SIGTERM, SIGUSR1 = signal.SIGTERM, signal.SIGUSR1
 INTERVAL = 3  # steps between two saves and two evaluations
