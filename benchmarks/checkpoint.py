@@ -119,12 +119,18 @@ def seconds(action: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
+def costs(action: Callable[[], Any]) -> tuple[float, float]:
+    """(seconds, CPU seconds of this process): the second says something on a busy machine too."""
+    before = time.process_time()
+    return seconds(action), time.process_time() - before
+
+
 def compare_files(root: Path, gib: float, rounds: int) -> None:
-    """Print GB/s of every way."""
+    """Print GB/s, and CPU seconds for a GB, of every way."""
     tensors = make_tensors(gib)
     nbytes = sum(values.nbytes for values in tensors.values())
-    saving: dict[str, list[float]] = {name: [] for name in SAVES}
-    loading: dict[str, list[float]] = {name: [] for name in LOADS}
+    saving: dict[str, list[tuple[float, float]]] = {name: [] for name in SAVES}
+    loading: dict[str, list[tuple[float, float]]] = {name: [] for name in LOADS}
 
     def read_all(load: Callable[[Path], Iterator[torch.Tensor]], folder: Path) -> None:
         for values in load(folder):
@@ -132,18 +138,20 @@ def compare_files(root: Path, gib: float, rounds: int) -> None:
 
     for _ in range(rounds):
         for name, save in SAVES.items():
-            saving[name].append(seconds(partial(save, tensors, root / name)))
+            saving[name].append(costs(partial(save, tensors, root / name)))
         for name, (writer, load) in LOADS.items():
             forget(root / writer)
-            loading[name].append(seconds(partial(read_all, load, root / writer)))
+            loading[name].append(costs(partial(read_all, load, root / writer)))
         for name in SAVES:
             shutil.rmtree(root / name)
         flush(root)
     print(f"{nbytes / 1e9:.2f} GB of fp32 in {len(tensors)} tensors, {rounds} rounds, median (all)")
     for what, times in (("save", saving), ("load", loading)):
         for name, taken in times.items():
-            each = " ".join(f"{nbytes / 1e9 / one:.2f}" for one in taken)
-            print(f"  {what} {name:16} {nbytes / 1e9 / statistics.median(taken):5.2f} GB/s ({each})")
+            each = " ".join(f"{nbytes / 1e9 / wall:.2f}" for wall, _ in taken)
+            speed = nbytes / 1e9 / statistics.median(wall for wall, _ in taken)
+            cpu = statistics.median(cpu for _, cpu in taken) / (nbytes / 1e9)
+            print(f"  {what} {name:16} {speed:5.2f} GB/s ({each}), {cpu:.2f} CPU seconds a GB")
 
 
 MODEL = {
