@@ -91,6 +91,9 @@ def start_model_parallel(layout: ParallelLayout, timeout_s: float = 1800.0) -> N
         create_gloo_process_groups=True,
         distributed_timeout_minutes=timeout_s / 60,  # annotated as int, but handed to timedelta
     )
+    for group in parallel_state._global_process_group_list:
+        if group is not None:  # None: the world, which has its time-out; megatron-core 0.19.2 forgets one group's
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
 def stop_model_parallel() -> None:

@@ -89,7 +89,7 @@ LAYOUTS = [Layout(), Layout(data=2), Layout(tensor=2), Layout(pipeline=2), Layou
 @pytest.mark.parametrize("fault", ["bad loss", "bad gradient"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_bad_row_is_skipped_by_all_ranks_and_named(model_dir: str, tmp_path: Path, layout: Layout, fault: str) -> None:
-    place = 5
+    place = 5 if fault == "bad loss" else 4  # at DP 2 the one is rank 1's, the other rank 0's
     batches = [good(0), with_bad_row(1, place), good(2)]
     ranks = run(layout, model_dir=model_dir, save=str(tmp_path), batches=batches, fault=fault)
     for rank in ranks:

@@ -11,7 +11,7 @@ from e2e_kit import Done, Site, steps_of
 from helpers.model_hub import ModelHub
 from helpers.tiny import write_model
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(900)
 
 NAME = "tiny-owner/Tiny-Qwen3"
 SIDE_FILES = ["config.json", "generation_config.json", "tokenizer_config.json"]

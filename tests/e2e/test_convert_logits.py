@@ -16,7 +16,7 @@ from mcore_qwen3.cli.convert import run
 from mcore_qwen3.cli.convert_logits import available_memory, check_memory
 from mcore_qwen3.errors import ConfigError
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(900)
 LOGITS = ("--logits", "true", "--max_logit_difference", "1e-5")
 
 

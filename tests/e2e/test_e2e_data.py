@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from e2e_kit import Site, steps_of
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(900)
 
 
 def test_pt_trains_on_raw_text_for_whole_epochs(site: Site, small_vocabulary_moe: Path) -> None:

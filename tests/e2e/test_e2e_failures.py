@@ -13,7 +13,7 @@ from e2e_kit import Job, Site
 from helpers.ranks import _free_port
 from safetensors.torch import load_file, save_file
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(900)
 
 
 def command(load: Path, rows: Path, save: str, *more: object) -> list[object]:

@@ -8,7 +8,7 @@ import pytest
 from e2e_kit import Site
 from kill_campaign import Campaign
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")

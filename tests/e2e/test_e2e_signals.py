@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 from e2e_kit import Job, Site, steps_of, wait_until, write_rows
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = pytest.mark.timeout(900)
 
 SIGTERM, SIGUSR1 = signal.SIGTERM, signal.SIGUSR1
 INTERVAL = 3  # steps between two saves and two evaluations
 
 
-def command(load: Path, rows: Path, save: str, *more: object) -> list[object]:
+def command(load: Path, rows: Path, save: str, *more: object, step_timeout: int = 100000) -> list[object]:
+    """The limit makes the ranks tell what they are doing."""
     words = f"""sft --load {load} --dataset {rows} --max_length 128 --global_batch_size 4 --lr_warmup_iters 2
-        --save {save} --num_workers 1 --train_iters 100000 --exit_code_on_signal 143 --step_timeout 100000"""
+        --save {save} --num_workers 1 --train_iters 100000 --exit_code_on_signal 143 --step_timeout {step_timeout}"""
     return [*words.split(), *more]
 
 
@@ -114,13 +115,11 @@ def test_in_a_save(site: Site, tiny_moe: Path, chat_rows: Path, asynchronous: st
     job = start(site, words, ranks=2)
     after = stop_when(job, lambda: saving(site.folder / name), [SIGTERM, SIGTERM])
     step = assert_stopped(site.folder / name, SIGTERM)
-    assert f"\nsaved {site.folder / name / 'iter_0000003'}" in job.screen.replace(
-        f"saved {name}", f"saved {site.folder / name}"
-    )
+    assert (site.folder / name / f"iter_{INTERVAL:07d}").is_dir()
     if asynchronous == "false":
         assert step == INTERVAL and after.count("\nsaved ") == 1
-    else:
-        assert step > INTERVAL
+    else:  # where the signal has come before the first step beside the save, that is not repeated either
+        assert step >= INTERVAL
 
 
 def test_a_time_limit_saves_and_ends_well(site: Site, small_vocabulary_moe: Path, chat_rows: Path) -> None:
@@ -138,8 +137,8 @@ def test_a_rank_that_hangs_ends_all_and_a_restart_goes_on(
 ) -> None:
     """Rank 1 is stopped, so rank 0 waits for it in a collective. The job's own checkpoints count, whatever --resume says."""
     save = site.folder / "hang"
-    words = command(small_vocabulary_moe, chat_rows, "hang", "--save_interval", 2, "--resume", "never")
-    job = start(site, [*words, "--max_restarts", 1, "--step_timeout", 20], ranks=2)
+    more = ["--save_interval", 2, "--resume", "never", "--max_restarts", 1]
+    job = start(site, command(small_vocabulary_moe, chat_rows, "hang", *more, step_timeout=20), ranks=2)
     wait_until(lambda: len(steps_of(save)) >= 3 or job.process.poll() is not None, lambda: job.screen)
     victim = job.rank(1)
     victim.suspend()

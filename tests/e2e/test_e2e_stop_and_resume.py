@@ -16,7 +16,7 @@ from e2e_kit import Job, Site, steps_of, write_rows
 from mcore_qwen3.arch import read_model_shape
 from mcore_qwen3.converters import HFSource, OptimizerSource, TorchDistSource, WeightSource
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(900)
 
 HEADER, NO_THINKING, END = "<|im_start|>assistant\n", "<think>\n\n</think>\n\n", "<|im_end|>"
 END_ID = 151645

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from mcore_qwen3.arch import read_model_shape
 from mcore_qwen3.converters import OptimizerSource, TorchDistSource
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(900)
 
 VOCABULARY = 3001 + 26  # the cut tokenizer's, added tokens included
 ENVIRONMENT = {"NPROC_PER_NODE": "4", "NNODES": "1", "NODE_RANK": "0"}

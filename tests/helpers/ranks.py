@@ -6,16 +6,18 @@ pickled) and the results come back as a list by rank. A failed or late call kill
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing as mp
 import os
+import signal
 import socket
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
-TIMEOUT_S = 120.0
-STARTUP_S = 120.0
+TIMEOUT_S = 240.0
+STARTUP_S = 240.0
 # Each change of layout leaves about 60 threads of gloo behind (autograd's graph keeps the old groups), and they all poll.
 MOST_THREADS = 300
 
@@ -104,12 +106,19 @@ class RankPool:
         """
         if not self._processes:
             self._start()
+        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             pipe.send((function, kwargs))
         results = self._collect(time.monotonic() + timeout_s)
         if any(_threads(process.pid) > MOST_THREADS for process in self._processes):
             self.stop()
+        self._signal(signal.SIGSTOP)
         return results
+
+    def _signal(self, signum: int) -> None:
+        """Stop or continue the workers: gloo's threads poll, and idle pools would take a core from those that work."""
+        for process in self._processes:
+            os.kill(process.pid, signum)
 
     def _collect(self, deadline: float) -> list[Any]:
         results: list[Any] = [None] * self.world_size
@@ -151,3 +160,6 @@ def stop_all() -> None:
     """End every pool; called once at the end of the test session."""
     for each in _POOLS.values():
         each.stop()
+
+
+atexit.register(stop_all)  # before multiprocessing's own end, which would wait for stopped workers for ever

@@ -127,11 +127,12 @@ def trainers_saver(root: Path, model_dir: str, *, asynchronous: bool = False) ->
     """The command line's own saver."""
     from types import SimpleNamespace
 
+    from mcore_qwen3.arch import find_config_file
     from mcore_qwen3.cli import rank_parts
     from mcore_qwen3.config import RunConfig, with_values
 
     config = with_values(RunConfig(), {"save": str(root), "async_save": asynchronous})
-    run: Any = SimpleNamespace(config=config, hf_files=Path(model_dir))
+    run: Any = SimpleNamespace(config=config, hf_files=find_config_file(model_dir).parent)
     return rank_parts.checkpoint_saver(run, lambda text: None)
 
 

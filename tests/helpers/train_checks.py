@@ -275,10 +275,9 @@ def loop_story(
     watched: bool = False,
     **state_before: Any,
 ) -> list[str]:
-    """What the training loop does in which order, with steps, evaluation and saving replaced by notes.
+    """What the loop does in which order, with steps, evaluation and saving replaced by notes; `watched`: phases too.
 
     `stop_at`: a signal comes in that step. `stop_in_save`: it comes during that step's save. `bad_at`: that step fails.
-    `watched`: note the phases.
     """
     from pathlib import Path
     from unittest import mock

@@ -198,7 +198,7 @@ def test_a_finished_checkpoint_is_told_why_the_run_ended(tmp_path: Path, asynchr
     """A signal that came during the save, which is not repeated for it."""
     assert save(tmp_path, 6, asynchronous=asynchronous, stopped_by="SIGUSR1") == ["", ""]
     assert visible(tmp_path) == {"iter_0000006": WHOLE} and (tmp_path / TRACKER).read_text() == "6"
-    state = TrainState(iteration=6, optimizer_steps=6, has_optimizer=False, stopped_by="SIGUSR1")
+    state = TrainState(iteration=6, optimizer_steps=6, checkpoints=(6,), has_optimizer=False, stopped_by="SIGUSR1")
     assert TrainState.read(tmp_path / "iter_0000006") == state
 
 
