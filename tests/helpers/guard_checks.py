@@ -49,6 +49,8 @@ def run_loop(
     chunks, optimizer = new_trainer(model_dir, layout, **options)
     active = dist.get_rank() == 0
     log = TrainLog(Path(save), len(batches), 1, active=active, start_iteration=0, world_size=1)
+    saver = mock.Mock()
+    saver.save.side_effect = lambda state, chunks, optimizer: state
     parts = loop.Parts(
         device=cpu(),
         chunks=chunks,
@@ -56,8 +58,8 @@ def run_loop(
         schedule=LearningRate(lr=1e-3, min_lr=1e-3, style="constant", warmup_iters=0, decay_iters=len(batches)),
         batches=iter([batch_of(rows, cut, layout) for rows in batches]),
         evaluation=None,
-        writer=None,  # type: ignore[arg-type]
-        after_save=lambda path: None,
+        enter=lambda phase, iteration: None,
+        saver=saver,
         log=log,
     )
     plan = loop.Plan(
@@ -65,16 +67,14 @@ def run_loop(
         global_batch_size=len(batches[0]) // cut.pack,
         eval_interval=1000,
         save_interval=1000,
-        save=Path(save),
         save_optimizer=True,
         eval_on_start=False,
         max_skipped_iters=max_skipped_iters,
+        metric_for_best_model="",
+        greater_is_better=False,
     )
     error, state = "", None
-    with (
-        _FAULTS[fault](chunks, dist.get_rank() in on_ranks),
-        mock.patch.object(loop, "save_checkpoint") as save_checkpoint,
-    ):
+    with _FAULTS[fault](chunks, dist.get_rank() in on_ranks):
         before = copies(chunks)
         try:
             state = loop.train(plan, parts, TrainState(), loop.StopRequest())
@@ -89,7 +89,7 @@ def run_loop(
         "changed": changed(chunks, before),
         "state": state and (state.iteration, state.optimizer_steps, state.consumed_samples),
         "records": records,
-        "saves": save_checkpoint.call_count,
+        "saves": saver.save.call_count,
     }
 
 
