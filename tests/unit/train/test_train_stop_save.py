@@ -172,7 +172,9 @@ WHOLE = {"rank_0", "rank_1", "sides", "train_state.json"}
 @pytest.mark.parametrize("slow_rank", [0, 1])
 def test_an_async_save_is_of_its_own_step(tmp_path: Path, slow_rank: int) -> None:
     """B56: a slow writer, a save at 2, steps up to 5: no tracker before all files are there, then one that says 2."""
-    assert pool(2).run(save_beside_steps, root=str(tmp_path), slow_rank=slow_rank) == [["", "", "", "", "", "2"]] * 2
+    for seen in pool(2).run(save_beside_steps, root=str(tmp_path), slow_rank=slow_rank):
+        # The writer waits for step 5; the poll after it may come before or after the end of the writing.
+        assert seen[:4] == ["", "", "", ""] and seen[4] in ("", "2") and seen[5] == "2"
     saved = tmp_path / "iter_0000002"
     assert TrainState.read(saved) == TrainState(iteration=2, has_optimizer=False, checkpoints=(2,))
     assert [(saved / f"rank_{rank}").read_text() for rank in (0, 1)] == ["[2.0, 2.0, 2.0]"] * 2
