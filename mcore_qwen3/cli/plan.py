@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mcore_qwen3.arch import ModelShape, count_parameters, iteration_directory, resolve_layout
+from mcore_qwen3.arch import ModelShape, ParallelLayout, count_parameters, iteration_directory, resolve_layout
 from mcore_qwen3.cli.plan_view import command_text, explain_lines, plan_record, run_flags, table_lines, yaml_text
 from mcore_qwen3.cli.resolve import layout_of
-from mcore_qwen3.config import PLAN, Parsed, PlanConfig, RunConfig, parse_command, to_flat_dict, with_values
-from mcore_qwen3.config.yaml_file import read_flat_yaml
+from mcore_qwen3.config import PLAN, Command, Parsed, PlanConfig, RunConfig, parse_command, to_flat_dict, with_values
 from mcore_qwen3.errors import ConfigError
 from mcore_qwen3.planner.calibration import Calibration, load_calibration
 from mcore_qwen3.planner.gpus import Gpu, find_gpu
@@ -23,6 +22,7 @@ from mcore_qwen3.planner.settings import Settings, settings_of
 SHOWN = 10
 MOST_GPUS = 4096
 EXIT_NOTHING_FITS = 3
+_RUN_CONFIG = Command(program="run_config.yaml", root=RunConfig, aliases={}, check=lambda config: None)
 
 
 def run(argv: list[str]) -> int:
@@ -37,28 +37,43 @@ def run(argv: list[str]) -> int:
         return _explain(config, search)
     gpus = _fewest_gpus(config, search) if question.min_gpus else config.cluster.gpus
     assert gpus is not None, "parsing has refused a plan without gpus and min_gpus"
+    _check_whole_nodes(gpus, search.gpu)
     plans = search.best(gpus, SHOWN)
     if not plans:
         return _nothing_fits(config, search, gpus)
-    flags = run_flags(parsed, plans[0])
+    flags, trainable = run_flags(parsed, plans[0]), search.settings.train_type == "full"
+    command = command_text(flags, search.gpu, gpus) if trainable else None
     if question.output:
-        Path(question.output).write_text(yaml_text(flags, search, plans[0]), encoding="utf-8")
+        _write(Path(question.output), yaml_text(flags, search, plans[0]))
     if question.json:
-        record = {"gpus": gpus, "gpu": search.gpu.name, "command": command_text(flags, search.gpu, gpus)}
+        record = {"gpus": gpus, "gpu": search.gpu.name, "command": command}
         _say([json.dumps(record | {"plans": [plan_record(plan, search.gpu) for plan in plans]}, indent=2)])
         return 0
     _say([f"{gpus} GPUs, the fastest that fit, one line for each TP, CP, PP, EP and ETP:", ""])
-    _say([*table_lines(plans, search.gpu), "", "the first as a command, on every node:", ""])
-    _say(
-        [
-            command_text(flags, search.gpu, gpus),
-            "",
-            "and as a file for --config:",
-            "",
-            yaml_text(flags, search, plans[0]),
-        ]
-    )
+    _say([*table_lines(plans, search.gpu), ""])
+    if command is None:
+        _say(["no command: training adapters is not there yet"])
+        return 0
+    _say(["the first as a command, on every node:", "", command, ""])
+    _say(["and as a file for --config:", "", yaml_text(flags, search, plans[0])])
     return 0
+
+
+def _check_whole_nodes(gpus: int, gpu: Gpu) -> None:
+    node = gpu.gpus_per_node
+    if gpus > node and gpus % node:
+        raise ConfigError(
+            "more GPUs than a node has are whole nodes",
+            seen=f"--gpus {gpus}, {node} GPUs a node",
+            fix=f"--gpus {gpus // node * node} or {-(-gpus // node) * node}, or --gpus_per_node",
+        )
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("--output is a file that can be written", seen=error, fix="another path") from None
 
 
 def make_search(parsed: Parsed[PlanConfig]) -> Search:
@@ -79,7 +94,7 @@ def make_search(parsed: Parsed[PlanConfig]) -> Search:
     return Search(
         shape=shape,
         gpu=gpu,
-        settings=_settings(config, shape, calibration),
+        settings=_settings(config, planned_run(config, shape), resolve_layout(1, shape=shape), calibration),
         fixed={name: flat[name] for name in parsed.explicit},
         calibration=calibration,
     )
@@ -103,26 +118,26 @@ def _own_run(log: Path) -> RunConfig:
     """The settings of a run, as its newest checkpoint beside the log holds them."""
     try:
         file = iteration_directory(log.parent) / "run_config.yaml"
-        values = read_flat_yaml(str(file))
+        return parse_command(["--config", str(file)], _RUN_CONFIG).config
     except (OSError, ConfigError) as error:
         raise ConfigError(
             "--calibrate needs the log of a run in its --save folder, with a checkpoint beside it",
             seen=f"{log}: {error}",
             fix="the train_log.jsonl of a run that has saved",
         ) from None
-    known = {name: value for name, value in values.items() if name in to_flat_dict(RunConfig())}
-    return with_values(RunConfig(), {name: tuple(v) if isinstance(v, list) else v for name, v in known.items()})
 
 
-def _settings(config: PlanConfig, shape: ModelShape, calibration: Calibration) -> Settings:
-    run = config.run_config()
-    length = run.data.max_length or shape.max_position_embeddings
-    run = with_values(run, {"max_length": length, "bf16": True})
-    assumed = config.assumptions
-    settings = settings_of(run, resolve_layout(1, shape=shape), modules=_modules(run), on_cuda=True)
+def planned_run(config: PlanConfig, shape: ModelShape) -> RunConfig:
+    """The run that is planned, its rows as long as the model's positions reach where the user says nothing."""
+    length = config.data.max_length or shape.max_position_embeddings
+    return with_values(config.run_config(), {"max_length": length, "bf16": True})
+
+
+def _settings(config: PlanConfig, run: RunConfig, layout: ParallelLayout, calibration: Calibration) -> Settings:
+    assumed, settings = config.assumptions, settings_of(run, layout, modules=_modules(run), on_cuda=True)
     return replace(
         settings,
-        effective_length=float(assumed.effective_length or length),
+        effective_length=float(assumed.effective_length or settings.effective_length),
         moe_imbalance=assumed.moe_imbalance or calibration.natural_imbalance,
         train_type=assumed.train_type,
         lora_rank=assumed.lora_rank,
@@ -177,9 +192,16 @@ def _nothing_fits(config: PlanConfig, search: Search, gpus: int) -> int:
 
 
 def _explain(config: PlanConfig, search: Search) -> int:
-    """The account of the layout that the words name; a rule that it breaks is the ConfigError of a training run."""
+    """The account of the layout that words and flags name; a rule that it breaks is the ConfigError of a training run."""
     assert config.cluster.gpus is not None, "parsing has refused --explain without --gpus"
-    plan = search.one(config.cluster.gpus, read_layout(config.question.explain))
+    named = read_layout(config.question.explain)
+    twice = [name for name, value in named.items() if search.fixed.get(name, value) != value]
+    if twice:
+        raise ConfigError("a size is given once", seen=f"--explain and --{twice[0]} differ", fix="drop one of the two")
+    sequence_parallel = search.fixed.get("sequence_parallel", True)
+    run = with_values(planned_run(config, search.shape), {"sequence_parallel": sequence_parallel, **named})
+    layout = layout_of(run, config.cluster.gpus, search.shape)
+    plan = search.one(layout, _settings(config, run, layout, search.calibration))
     if config.question.json:
         _say([json.dumps(plan_record(plan, search.gpu), indent=2)])
     else:

@@ -153,7 +153,8 @@ def run_flags(parsed: Parsed[PlanConfig], plan: Plan) -> dict[str, Any]:
     """The flags of the whole run: the user's own, then the plan's."""
     given = to_flat_dict(parsed.config.run_config())
     flags = {name: given[name] for name in given if name in parsed.explicit}
-    flags |= {"max_length": plan.settings.row_length, "global_batch_size": plan.settings.global_batch_size}
+    flags |= {"max_length": given["max_length"] or plan.settings.row_length}
+    flags |= {"global_batch_size": plan.settings.global_batch_size}
     return flags | plan_flags(plan)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
 from mcore_qwen3.arch import row_multiple
+from mcore_qwen3.cli.agreement import disagreement
 from mcore_qwen3.cli.resolve import ResolvedRun
 from mcore_qwen3.config import DataFlags, renamed_columns
 from mcore_qwen3.data.marks import TrainRule
@@ -42,21 +44,12 @@ def check_same_data(prepared: Prepared) -> None:
     Raises:
         DataError: on every rank, naming two that differ.
     """
-    import socket
-
-    import torch.distributed as dist
-
-    mine = (prepared.digest, f"{prepared.path} on {socket.gethostname()}")
-    everyone: list[tuple[str, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    first = everyone[0]
-    for rank, other in enumerate(everyone):
-        if first is not None and other is not None and other[0] != first[0]:
-            raise DataError(
-                "all ranks train on the same prepared data",
-                seen=f"rank 0 has {first[1]} (sum {first[0][:12]}), rank {rank} has {other[1]} (sum {other[0][:12]})",
-                fix="the same data files on every node, or one --data_cache_path that all nodes share",
-            )
+    if seen := disagreement(prepared.digest, f"{prepared.path} on {socket.gethostname()} (sum {prepared.digest[:12]})"):
+        raise DataError(
+            "all ranks train on the same prepared data",
+            seen=seen,
+            fix="the same data files on every node, or one --data_cache_path that all nodes share",
+        )
 
 
 def prepare_request(run: ResolvedRun) -> PrepareRequest:

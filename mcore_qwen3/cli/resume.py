@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mcore_qwen3.arch import iteration_directory
 from mcore_qwen3.arch.shape import TRACKER
+from mcore_qwen3.cli.agreement import disagreement
 from mcore_qwen3.config import RunConfig
 from mcore_qwen3.errors import ConfigError
 
@@ -129,19 +130,11 @@ def check_same_point(point: ResumePoint | None) -> None:
     Raises:
         ConfigError: on every rank, naming two that differ.
     """
-    import torch.distributed as dist
-
-    mine = ("none", "") if point is None else (f"step {point.iteration}", f" in {point.directory}")
-    everyone: list[tuple[str, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    first = everyone[0]
-    for rank, other in enumerate(everyone):
-        if first is not None and other is not None and other[0] != first[0]:
-            raise ConfigError(
-                "all ranks continue the same checkpoint",
-                seen=f"rank 0: {''.join(first)}; rank {rank}: {''.join(other)}",
-                fix="--save on a file system that all nodes share",
-            )
+    mine = "none" if point is None else f"step {point.iteration}"
+    if seen := disagreement(mine, mine if point is None else f"{mine} in {point.directory}"):
+        raise ConfigError(
+            "all ranks continue the same checkpoint", seen=seen, fix="--save on a file system that all nodes share"
+        )
 
 
 def ways_out(point: ResumePoint) -> str:

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
-from mcore_qwen3.config.checkpoint import CheckpointFlags
 from mcore_qwen3.config.checks import check_schedule
-from mcore_qwen3.config.data import DataFlags
 from mcore_qwen3.config.flags import flag
-from mcore_qwen3.config.launch import LaunchFlags
-from mcore_qwen3.config.model import ModelFlags
-from mcore_qwen3.config.optim import OptimFlags
-from mcore_qwen3.config.parallel import ParallelFlags
 from mcore_qwen3.config.run import RunConfig
-from mcore_qwen3.config.train import TrainFlags
 from mcore_qwen3.errors import ConfigError
 
 
@@ -56,39 +49,34 @@ class QuestionFlags:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanConfig:
-    """Settings of `megatron plan`: its own, and all of a run, of which each that is given is fixed."""
+class PlanConfig(RunConfig):
+    """Settings of `megatron plan`: all of a run, of which each that is given is fixed, and its own."""
 
     cluster: ClusterFlags = field(default_factory=ClusterFlags)
     assumptions: AssumptionFlags = field(default_factory=AssumptionFlags)
     question: QuestionFlags = field(default_factory=QuestionFlags)
-    model: ModelFlags = field(default_factory=ModelFlags)
-    parallel: ParallelFlags = field(default_factory=ParallelFlags)
-    data: DataFlags = field(default_factory=DataFlags)
-    train: TrainFlags = field(default_factory=TrainFlags)
-    optim: OptimFlags = field(default_factory=OptimFlags)
-    checkpoint: CheckpointFlags = field(default_factory=CheckpointFlags)
-    launch: LaunchFlags = field(default_factory=LaunchFlags)
 
     def run_config(self) -> RunConfig:
         """The settings of the run that is planned."""
-        return RunConfig(
-            model=self.model,
-            parallel=self.parallel,
-            data=self.data,
-            train=self.train,
-            optim=self.optim,
-            checkpoint=self.checkpoint,
-            launch=self.launch,
-        )
+        return RunConfig(**{section.name: getattr(self, section.name) for section in fields(RunConfig)})
 
 
 def check_plan(config: PlanConfig) -> None:
     """Raise ConfigError for the first broken rule."""
+    question = config.question
     if not config.model.load:
         raise ConfigError("megatron plan needs --model", fix="--model Qwen3-30B-A3B, a config.json or a checkpoint")
-    if config.cluster.gpus is None and not config.question.min_gpus:
+    if config.cluster.gpus is None and not question.min_gpus:
         raise ConfigError("megatron plan needs a number of GPUs, or has to find it", fix="--gpus N, or --min_gpus true")
-    if config.question.explain and config.question.min_gpus:
+    if question.explain and question.min_gpus:
         raise ConfigError("--explain has one layout on --gpus", seen="--min_gpus true", fix="drop one of the two")
-    check_schedule(config.run_config())
+    if config.model.bf16 is False or config.launch.device == "cpu":
+        seen = "--bf16 false" if config.model.bf16 is False else "--device cpu"
+        raise ConfigError("plans are for bf16 on GPUs", seen=seen, fix="drop it; --dry_run true counts any run's state")
+    if config.assumptions.train_type == "lora" and question.output:
+        raise ConfigError(
+            "a plan for adapters gives no file: training them is not there yet",
+            seen=f"--train_type lora --output {question.output}",
+            fix="drop --output",
+        )
+    check_schedule(config)

@@ -24,7 +24,7 @@ from mcore_qwen3.launch.rank_report import RUN_DIR, write_whole
 
 DUMP_SIGNAL = signal.SIGUSR2
 # How many times step_timeout a phase may take; what is not here, such as the start, is not watched.
-_ALLOWANCE = {"waiting for data": 1, "step": 1, "evaluation": 1, "save": 10}
+_ALLOWANCE = {"waiting for data": 1, "step": 1, "evaluation": 1, "save": 10, "looking for a fault": 10}
 _FIRST = 10  # the first step of a process sets up communicators, kernels and memory
 _DUMP_SECONDS = 5.0  # for all ranks to write their stacks
 _QUIET_SECONDS = 0.3  # a dump that has not grown for so long is complete
@@ -81,7 +81,7 @@ class Heartbeat:
         """A phase begins now.
 
         Args:
-            phase: "waiting for data", "step", "evaluation" or "save"; any other is not watched.
+            phase: "waiting for data", "step", "evaluation", "save" or "looking for a fault"; any other is not watched.
             iteration: the last finished step, where it has changed.
         """
         if self._folder is None:

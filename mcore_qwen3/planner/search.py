@@ -67,11 +67,10 @@ class Start:
     micro_batch_size: int
     bound: float
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """What names them: TP, CP, PP, EP, expert-TP."""
-        layout = self.layouts[0]
-        return layout.tensor, layout.context, layout.pipeline, layout.expert, layout.expert_tensor
+
+def sizes(layout: ParallelLayout) -> tuple[int, ...]:
+    """TP, CP, PP, EP, expert-TP: what tells the lines of a plan apart."""
+    return layout.tensor, layout.context, layout.pipeline, layout.expert, layout.expert_tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,11 +91,8 @@ class Search:
         starts = sorted(self._starts(gpus), key=lambda start: start.bound)
         plans = self._fastest(starts, number, at_the_edge=False)
         if len(plans) < number:
-            known = {
-                (p.layout.tensor, p.layout.context, p.layout.pipeline, p.layout.expert, p.layout.expert_tensor)
-                for p in plans
-            }
-            others = [start for start in starts if start.sizes not in known]
+            known = {sizes(plan.layout) for plan in plans}
+            others = [start for start in starts if sizes(start.layouts[0]) not in known]
             plans += self._fastest(others, number - len(plans), at_the_edge=True)
         return plans
 
@@ -108,8 +104,10 @@ class Search:
             if len(best) >= number and start.bound >= seconds[number - 1]:
                 break
             plan = self._first_that_fits(start, at_the_edge)
-            if plan is not None and (start.sizes not in best or plan.step.seconds < best[start.sizes].step.seconds):
-                best[start.sizes] = plan
+            if plan is not None:
+                best[sizes(plan.layout)] = min(
+                    plan, best.get(sizes(plan.layout), plan), key=lambda one: one.step.seconds
+                )
         return sorted(best.values(), key=lambda plan: plan.step.seconds)[:number]
 
     def _first_that_fits(self, start: Start, at_the_edge: bool) -> Plan | None:
@@ -137,44 +135,15 @@ class Search:
     def _seconds(self, layout: ParallelLayout, settings: Settings) -> StepTime:
         return estimate_step(self.shape, layout, settings, self.gpu, self.calibration)
 
-    def one(self, gpus: int, flags: Mapping[str, Any]) -> Plan:
-        """The plan of one layout: sizes that `flags` does not name are 1.
-
-        Raises:
-            ConfigError: it breaks a rule of layouts or batches.
-        """
-        layout = resolve_layout(
-            gpus,
-            tensor=flags.get("tensor_model_parallel_size", 1),
-            pipeline=flags.get("pipeline_model_parallel_size", 1),
-            context=flags.get("context_parallel_size", 1),
-            expert=flags.get("expert_model_parallel_size", 1),
-            expert_tensor=flags.get("expert_tensor_parallel_size", 1),
-            sequence_parallel=True,
-            virtual_pipeline=flags.get("virtual_pipeline_model_parallel_size", 1),
-            first_stage_layers=flags.get("decoder_first_pipeline_num_layers"),
-            last_stage_layers=flags.get("decoder_last_pipeline_num_layers"),
-            account_for_embedding=flags.get("account_for_embedding_in_pipeline_split", False),
-            account_for_loss=flags.get("account_for_loss_in_pipeline_split", False),
-            shape=self.shape,
-        )
-        knobs = {name: value for name, value in flags.items() if name in ("micro_batch_size", "recompute_granularity")}
-        settings = replace(for_layout(self.settings, layout), **knobs)
+    def one(self, layout: ParallelLayout, settings: Settings) -> Plan:
+        """What one layout costs; ConfigError where the batch does not suit it."""
         account = heaviest_account(self.shape, layout, settings)
-        step = estimate_step(self.shape, layout, settings, self.gpu, self.calibration)
-        return Plan(layout=layout, settings=settings, account=account, step=step)
+        return Plan(layout=layout, settings=settings, account=account, step=self._seconds(layout, settings))
 
     def lightest(self, gpus: int) -> Plan | None:
         """The plan that needs least memory, for the case that none fits; None where no layout is legal."""
-        plans = []
-        for start in self._starts(gpus, all_sizes=True):
-            *_, (layout, settings) = self._choices(start)
-            account = heaviest_account(self.shape, layout, settings)
-            plans.append((account.total, layout, settings, account))
-        if not plans:
-            return None
-        _, layout, settings, account = min(plans, key=lambda plan: plan[0])
-        return Plan(layout=layout, settings=settings, account=account, step=self._seconds(layout, settings))
+        lightest = [list(self._choices(start))[-1] for start in self._starts(gpus, all_sizes=True)]
+        return min((self.one(*choice) for choice in lightest), key=lambda plan: plan.account.total, default=None)
 
     def fewest_gpus(self, limit: int) -> int | None:
         """The smallest number of GPUs, whole nodes above one, on which something fits."""

@@ -164,6 +164,8 @@ def _one_step(plan: Plan, parts: Parts, state: TrainState, guards: Guards) -> Tr
         wait=wait,
         memory=largest_memory(parts.device),
     )
+    if result.skipped:  # the guards run it again, piece by piece
+        parts.enter("looking for a fault", state.iteration)
     guards.after_step(state.iteration, batch, result)
     return state
 

@@ -94,6 +94,8 @@ def test_a_bad_row_is_skipped_by_all_ranks_and_named(model_dir: str, tmp_path: P
     ranks = run(layout, model_dir=model_dir, save=str(tmp_path), batches=batches, fault=fault)
     for rank in ranks:
         assert (rank["error"], rank["state"], rank["steps"]) == ("", (3, 2, 24), {2.0})
+        # Running it again takes longer than a step may.
+        assert rank["phases"].count("looking for a fault") == 1
     # Rows are dealt out as (micro-batch, data-parallel rank).
     micro_batch, data_rank = divmod(place, layout.data)
     (event,) = events(ranks[0], "skipped")

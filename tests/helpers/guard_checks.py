@@ -35,7 +35,7 @@ def run_loop(
     Returns:
         error: the exception's class and text, or "". steps: updates that Adam counted. changed: weights that differ from
         the planted ones. state: (iteration, optimizer_steps, consumed_samples) at the end, None after an error.
-        records: rank 0's log. saves: checkpoints that were written.
+        records: rank 0's log. saves: checkpoints that were written. phases: what began, as who watches for hangs is told.
     """
     import torch.distributed as dist
 
@@ -49,6 +49,7 @@ def run_loop(
     chunks, optimizer = new_trainer(model_dir, layout, **options)
     active = dist.get_rank() == 0
     log = TrainLog(Path(save), len(batches), 1, active=active, start_iteration=0, world_size=1)
+    phases: list[str] = []
     saver = mock.Mock()
     saver.save.side_effect = lambda state, chunks, optimizer: state
     parts = loop.Parts(
@@ -58,7 +59,7 @@ def run_loop(
         schedule=LearningRate(lr=1e-3, min_lr=1e-3, style="constant", warmup_iters=0, decay_iters=len(batches)),
         batches=iter([batch_of(rows, cut, layout) for rows in batches]),
         evaluation=None,
-        enter=lambda phase, iteration: None,
+        enter=lambda phase, iteration: phases.append(phase),
         saver=saver,
         log=log,
     )
@@ -90,6 +91,7 @@ def run_loop(
         "state": state and (state.iteration, state.optimizer_steps, state.consumed_samples),
         "records": records,
         "saves": saver.save.call_count,
+        "phases": phases,
     }
 
 

@@ -10,20 +10,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.hf_configs import hf_config
 
+from mcore_qwen3.arch.shape import TRACKER
 from mcore_qwen3.cli.main import main
+from mcore_qwen3.config import RunConfig, to_yaml, with_values
+from mcore_qwen3.planner.models import find_model
 
 ASKED = ["--model", "Qwen3-235B-A22B", "--gpus", "64", "--gpu", "h100-80"]
 ASKED += ["--max_length", "8192", "--global_batch_size", "128"]
-# config.json of Qwen3-235B-A22B, as far as it is read.
-CONFIG = {
-    "model_type": "qwen3_moe", "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64,
-    "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 12288, "moe_intermediate_size": 1536,
-    "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1,
-    "mlp_only_layers": [], "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6, "rope_scaling": None, "tie_word_embeddings": False, "hidden_act": "silu", "eos_token_id": 151645,
-    "attention_bias": False, "initializer_range": 0.02, "torch_dtype": "bfloat16", "use_sliding_window": False,
-}  # fmt: skip
 
 
 def plan(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -34,7 +29,7 @@ def plan(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_the_command_passes_a_dry_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(find_model("Qwen3-235B-A22B"))))
     (tmp_path / "rows.jsonl").write_text("{}\n")
     words = ["--model", str(tmp_path), *ASKED[2:], "--dataset", str(tmp_path / "rows.jsonl")]
     output = plan(capsys, *words)
@@ -93,6 +88,12 @@ def test_explain_shows_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
             ["--model", "Qwen3-8B", "--gpus", "7", "--global_batch_size", "16", "--tensor_model_parallel_size", "3"],
             "no layout obeys",
         ),
+        (["--model", "Qwen3-8B", "--gpus", "12"], "more GPUs than a node has are whole nodes"),
+        ([*ASKED, "--bf16", "false"], "plans are for bf16 on GPUs"),
+        ([*ASKED, "--device", "cpu"], "plans are for bf16 on GPUs"),
+        ([*ASKED, "--train_type", "lora", "--output", "x"], "a plan for adapters gives no file"),
+        ([*ASKED, "--output", "no/such/folder/plan.yaml"], "--output is a file that can be written"),
+        ([*ASKED, "--explain", "TP2", "--tensor_model_parallel_size", "4"], "a size is given once"),
         (["--model", "Qwen3-8B", "--gpus", "8", "--calibrate", "nothing/train_log.jsonl"], "--calibrate needs the log"),
     ],
 )
@@ -116,6 +117,36 @@ def test_lora_needs_fewer(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "Qwen3-30B-A3B", "--min_gpus", "--max_length", "2048", "--global_batch_size", "16"]
     answer = json.loads(plan(capsys, *words, "--train_type", "lora", "--json"))
     assert answer["gpus"] == 1
+    assert answer["command"] is None  # a command would train all weights
+    output = plan(capsys, *words, "--train_type", "lora")
+    assert "training adapters is not there yet" in output and "megatron sft" not in output
+
+
+def test_what_the_user_gave_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows are planned rounded up, for TP 4 to 8,192 tokens."""
+    words = [*ASKED[:6], "--max_length", "8190", "--global_batch_size", "128", "--tensor_model_parallel_size", "4"]
+    output = plan(capsys, *words, "--lr", "3e-5")
+    assert "--max_length 8190" in output and "--lr 3e-05" in output
+    explained = ["--explain", "PP16x6 EP4 L+2 full", "--tensor_model_parallel_size", "4"]
+    assert main(["plan", *ASKED, *explained]) in (0, 3)
+    assert "TP 4 x CP 1 x DP 1 x PP 16" in capsys.readouterr().out
+
+
+def test_own_runs_move_the_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that took twice the seconds of its plan: the plan of the same layout becomes about twice as long."""
+    words = ["--model", "Qwen3-8B", "--gpus", "8", "--max_length", "4096", "--global_batch_size", "64"]
+    words += ["--json", "--explain", "TP2"]
+    seconds = json.loads(plan(capsys, *words))["step_seconds"]["middle"]
+    (tmp_path / "iter_0000010").mkdir()
+    (tmp_path / TRACKER).write_text("10")
+    run = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "max_length": 4096, "global_batch_size": 64}
+    (tmp_path / "iter_0000010" / "run_config.yaml").write_text(to_yaml(with_values(RunConfig(), run | {"bf16": True})))
+    records = [{"event": "start", "iteration": 0, "world_size": 8}]
+    records += [{"iteration": n, "step_seconds": 2 * seconds, "data_wait_seconds": 0.0} for n in range(1, 11)]
+    log = tmp_path / "train_log.jsonl"
+    log.write_text("".join(json.dumps(record) + "\n" for record in records))
+    moved = json.loads(plan(capsys, *words, "--calibrate", str(log)))["step_seconds"]["middle"]
+    assert moved == pytest.approx(2 * seconds, rel=0.1)
 
 
 def test_no_torch_and_no_numpy() -> None:

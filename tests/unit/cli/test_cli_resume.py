@@ -117,8 +117,8 @@ def test_ranks_that_see_different_checkpoints_do_not_start(tmp_path: Path) -> No
     assert pool(2).run(same_point, iterations=[4, 4]) == ["", ""]
     assert pool(2).run(same_point, iterations=[None, None]) == ["", ""]
     for iterations, seen in (
-        ([4, 2], "rank 0: step 4 in iter_4; rank 1: step 2 in iter_2"),
-        ([None, 2], "rank 0: none; rank 1: step 2 in iter_2"),
+        ([4, 2], "rank 0 has step 4 in iter_4, rank 1 has step 2 in iter_2"),
+        ([None, 2], "rank 0 has none, rank 1 has step 2 in iter_2"),
     ):
         first, second = pool(2).run(same_point, iterations=iterations)
         assert first == second and first.startswith("all ranks continue the same checkpoint") and seen in first

@@ -30,6 +30,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         ("waiting for data", False, 60),
         ("evaluation", False, 60),
         ("save", False, 600),
+        ("looking for a fault", False, 600),
         ("step", True, 600),
         ("waiting for data", True, 600),
         ("save", True, 600),

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from mcore_qwen3.arch import resolve_layout
+from mcore_qwen3.cli.resolve import layout_of
+from mcore_qwen3.config import RunConfig, with_values
 from mcore_qwen3.errors import ConfigError
 from mcore_qwen3.planner.calibration import load_calibration
 from mcore_qwen3.planner.gpus import find_gpu
 from mcore_qwen3.planner.layout_words import layout_words, read_layout
 from mcore_qwen3.planner.memory import GIB, heaviest_account, stage_account
 from mcore_qwen3.planner.models import find_model
-from mcore_qwen3.planner.search import Search, pipeline_cuts
+from mcore_qwen3.planner.search import Plan, Search, for_layout, pipeline_cuts, sizes
 from mcore_qwen3.planner.settings import Settings
 from mcore_qwen3.planner.step_time import estimate_step
 
@@ -31,6 +33,14 @@ def search(model: str = "30B-A3B", gpu: str = "h100-80", length: int = 8192, bat
     return Search(shape=find_model(model), gpu=find_gpu(gpu), settings=settings, fixed=fixed, calibration=calibration)
 
 
+def explained(look: Search, gpus: int, words: str) -> Plan:
+    """The plan of a layout that is written in words."""
+    run = with_values(RunConfig(), {"sequence_parallel": True, **read_layout([words])})
+    layout = layout_of(run, gpus, look.shape)
+    granularity = run.model.recompute_granularity
+    return look.one(layout, replace(for_layout(look.settings, layout), recompute_granularity=granularity))
+
+
 def everything(look: Search, gpus: int) -> list[tuple[float, tuple[int, ...], bool]]:
     """(seconds, sizes, whole range fits) of every choice of every start whose middle fits, one after the other."""
     found = []
@@ -39,7 +49,7 @@ def everything(look: Search, gpus: int) -> list[tuple[float, tuple[int, ...], bo
             account = heaviest_account(look.shape, layout, settings)
             if account.total <= look.gpu.memory_gib * GIB:
                 step = estimate_step(look.shape, layout, settings, look.gpu, look.calibration)
-                found.append((step.seconds, start.sizes, account.high <= look.gpu.memory_gib * GIB))
+                found.append((step.seconds, sizes(start.layouts[0]), account.high <= look.gpu.memory_gib * GIB))
     return found
 
 
@@ -47,9 +57,9 @@ def everything(look: Search, gpus: int) -> list[tuple[float, tuple[int, ...], bo
 def test_the_best_are_those_of_all(model: str, gpus: int) -> None:
     look = search(model)
     whole: dict[tuple[int, ...], float] = {}
-    for seconds, sizes, comfortable in everything(look, gpus):
+    for seconds, place, comfortable in everything(look, gpus):
         if comfortable:
-            whole[sizes] = min(seconds, whole.get(sizes, seconds))
+            whole[place] = min(seconds, whole.get(place, seconds))
     expected = sorted(whole.values())[:5]
     assert [plan.step.seconds for plan in look.best(gpus, 5)] == pytest.approx(expected)
     assert len(expected) == 5
@@ -110,7 +120,7 @@ def test_a_stage_that_is_left_out_holds_no_more() -> None:
     """Only stages that differ are looked at; here all are."""
     look = search("235B-A22B", batch=128)
     for words in ("TP2 PP8 EP8 FIRST11 LAST11 full", "PP16x3 EP4 L+2 full", "TP4 PP4 EP16 FIRST23 LAST23"):
-        plan = look.one(64, read_layout([words]))
+        plan = explained(look, 64, words)
         accounts = [
             stage_account(look.shape, plan.layout, plan.settings, stage).total for stage in range(plan.layout.pipeline)
         ]
@@ -149,5 +159,5 @@ def test_words_that_are_no_layout(text: str) -> None:
 def test_words_are_read_back() -> None:
     look = search("235B-A22B", batch=128)
     for plan in look.best(64, 10):
-        again = look.one(64, read_layout([layout_words(plan.layout)]))
+        again = explained(look, 64, layout_words(plan.layout))
         assert replace(again.layout, notes=()) == replace(plan.layout, notes=())
