@@ -12,6 +12,7 @@ from mcore_qwen3.config import Parsed, PlanConfig, RunConfig, to_flat_dict
 from mcore_qwen3.planner.gpus import Gpu
 from mcore_qwen3.planner.layout_words import layout_words
 from mcore_qwen3.planner.memory import GIB, Account, stage_account
+from mcore_qwen3.planner.models import load_name
 from mcore_qwen3.planner.search import Plan, Search
 from mcore_qwen3.planner.step_time import StepTime
 
@@ -153,7 +154,7 @@ def run_flags(parsed: Parsed[PlanConfig], plan: Plan) -> dict[str, Any]:
     """The flags of the whole run: the user's own, then the plan's."""
     given = to_flat_dict(parsed.config.run_config())
     flags = {name: given[name] for name in given if name in parsed.explicit}
-    flags |= {"max_length": given["max_length"] or plan.settings.row_length}
+    flags |= {"load": load_name(given["load"]), "max_length": given["max_length"] or plan.settings.row_length}
     flags |= {"global_batch_size": plan.settings.global_batch_size}
     return flags | plan_flags(plan)
 

@@ -62,6 +62,22 @@ def find_model(model: str) -> ModelShape:
         return read_model_shape(path)
     if path.is_file():
         return read_shape_file(path)
+    return _named_shape(_known(model))
+
+
+def load_name(model: str) -> str:
+    """What `--load` takes for a model: its directory, or for a name the id under which a hub has it, Qwen/Qwen3-8B.
+
+    Raises:
+        ConfigError: see `find_model`.
+    """
+    path = Path(model)
+    if path.is_file():
+        return str(path.parent)
+    return model if path.is_dir() else f"Qwen/Qwen3-{_known(model)}"
+
+
+def _known(model: str) -> str:
     known = {name.lower(): name for name in _MODELS}
     name = model.lower().removeprefix("qwen/").removeprefix("qwen3-")
     if name not in known:
@@ -72,7 +88,7 @@ def find_model(model: str) -> ModelShape:
             seen=f"{model}: no such name, file or directory",
             fix=", ".join(names),
         )
-    return _named_shape(known[name])
+    return known[name]
 
 
 def _named_shape(name: str) -> ModelShape:

@@ -127,6 +127,7 @@ def test_what_the_user_gave_stays(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*ASKED[:6], "--max_length", "8190", "--global_batch_size", "128", "--tensor_model_parallel_size", "4"]
     output = plan(capsys, *words, "--lr", "3e-5")
     assert "--max_length 8190" in output and "--lr 3e-05" in output
+    assert "--load Qwen/Qwen3-235B-A22B" in output  # what a hub calls it, so that the command runs
     explained = ["--explain", "PP16x6 EP4 L+2 full", "--tensor_model_parallel_size", "4"]
     assert main(["plan", *ASKED, *explained]) in (0, 3)
     assert "TP 4 x CP 1 x DP 1 x PP 16" in capsys.readouterr().out

@@ -9,7 +9,7 @@ import pytest
 
 from mcore_qwen3.arch import ModelShape, count_parameters
 from mcore_qwen3.errors import ConfigError
-from mcore_qwen3.planner.models import find_model, model_names
+from mcore_qwen3.planner.models import find_model, load_name, model_names
 
 PARAMETERS = {
     "0.6B": 596_049_920,
@@ -92,3 +92,10 @@ def test_a_file_that_is_no_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"broken\.json"):
         find_model(str(tmp_path / "broken.json"))
+
+
+def test_what_load_takes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert load_name(str(tmp_path / "config.json")) == load_name(str(tmp_path)) == str(tmp_path)
+    for written in ("qwen3-30b-a3b-base", "Qwen/Qwen3-30B-A3B-Base", "30B-A3B-Base"):
+        assert load_name(written) == "Qwen/Qwen3-30B-A3B-Base"
