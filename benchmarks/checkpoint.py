@@ -154,7 +154,7 @@ def compare_files(root: Path, gib: float, rounds: int) -> None:
             print(f"  {what} {name:16} {speed:5.2f} GB/s ({each}), {cpu:.2f} CPU seconds a GB")
 
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 4, "hidden_size": 512,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 1024, "vocab_size": 32000,
     "max_position_embeddings": 1024, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
@@ -193,7 +193,9 @@ def make_batch(tokens: int) -> Any:
 
     ids = np.random.default_rng(0).integers(2, MODEL["vocab_size"], tokens).astype(np.int64)
     batch = build_micro_batch([[(ids, np.ones(tokens, dtype=np.uint8))]], tokens, 0, 1)
-    return StepBatch([batch], tokens, np.zeros((1, 1), dtype=np.int64), tokens, tokens - 1, tokens, tokens - 1)
+    trained = tokens - 1
+    rows = np.zeros((1, 1), dtype=np.int64)
+    return StepBatch([batch], tokens, rows, tokens, trained, tokens, trained, lambda row: ["random tokens"])
 
 
 def train_with_saver(chunks: Any, optimizer: Any, batch: Any, saver: Any, steps: int) -> tuple[float, float, float]:
@@ -201,7 +203,9 @@ def train_with_saver(chunks: Any, optimizer: Any, batch: Any, saver: Any, steps:
     from mcore_qwen3.train.state import TrainState
     from mcore_qwen3.train.step import train_step
 
-    stalled, beside, alone = 0.0, [], []
+    stalled = 0.0
+    beside: list[float] = []
+    alone: list[float] = []
     for step in range(1, steps + 1):
         pending = saver.is_pending
         (beside if pending else alone).append(seconds(partial(train_step, chunks, optimizer, batch, 1e-5)))

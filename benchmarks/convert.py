@@ -77,7 +77,7 @@ def make_checkpoint(directory: Path, layers: int, seed: int = 0) -> int:
     shards = plan_hf(stored, shape, dtype=None, max_shard_bytes=SHARD_BYTES)
     directory.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for file, planned in shards.items():
         tensors = {}
         for tensor in planned:

@@ -69,7 +69,8 @@ def story(site: Site, tiny_moe: Path, chat_rows: Path) -> Story:
     for more in ([], ["--exit_code_on_signal", 143]):
         stops.append(stop_after(site, [*words, *more], broken, len(steps_of(broken)) + 2))
         stopped_at.append(train_state(broken)["iteration"])
-    once = ("--train_iters", stopped_at[-1], "--save_interval", 100000, "--save_hf", "true", "--eval_on_start")
+    once = ["--train_iters", stopped_at[-1], "--save_interval", 100000, "--eval_on_start"]
+    once += ["--async_save", "true", "--save_hf", "true"]
     words = command(tiny_moe, chat_rows, "unbroken", *once)
     done = site.run(*words, NPROC_PER_NODE="2")
     assert done.returncode == 0, done.stderr + done.stdout
