@@ -26,10 +26,11 @@ material: setup
 quickstart: material
 	@$(PY) examples/quickstart.py
 
-# One thread a process: the tests run up to four ranks side by side.
+# One thread a process: the tests run up to four ranks side by side. Two files at a time; those that take longest come first.
+TEST_WORKERS ?= 2
 test: export OMP_NUM_THREADS ?= 1
 test: material
-	$(PY) -m pytest
+	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 KILLS ?= 30
 kill-test: export OMP_NUM_THREADS ?= 1
