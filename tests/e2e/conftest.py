@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from e2e_kit import Site, cut_tokenizer, write_model, write_rows
+from helpers.slurm_cluster import Cluster, running_cluster, why_not_here
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +46,15 @@ def site(e2e_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     yield place
     for job in place.jobs:
         job.kill()
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A SLURM of two nodes. Where it cannot be had the test skips; in CI, where `make test` installs it, it fails."""
+    reason = why_not_here()
+    if reason is not None:
+        if os.environ.get("CI") and os.geteuid() == 0 and shutil.which("apt-get"):
+            pytest.fail(f"no SLURM in CI: {reason}")
+        pytest.skip(f"no SLURM: {reason}")
+    with running_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
