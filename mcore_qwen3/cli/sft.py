@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from mcore_qwen3.cli.dry_run import dry_run_lines
 from mcore_qwen3.cli.report import plan_lines
@@ -17,7 +17,6 @@ from mcore_qwen3.cli.resolve import (
     MODEL_VARIABLE,
     ResolvedRun,
     resolve,
-    resolve_device,
     train_iters,
     with_steps,
     with_weights,
@@ -30,6 +29,7 @@ from mcore_qwen3.launch import (
     Limits,
     StopSignals,
     count_gpus,
+    expected_ranks,
     is_rank,
     resolve_environment,
     started_now,
@@ -61,13 +61,14 @@ def run(argv: list[str], command: str = "sft") -> int:
 
 def _prepare(parsed: ParsedRun) -> tuple[LaunchPlan, dict[str, str]] | None:
     """All that comes before the ranks: what to start and what to tell them, or None when there is nothing to start."""
-    plan = launch_plan(parsed.config, os.environ)
-    resolved = resolve(parsed, plan.world_size)
-    data = resolved.config.data
-    files = check_entries((*data.dataset, *data.val_dataset))
-    if resolved.config.launch.dry_run:
-        _say(dry_run_lines(resolved, files))
+    gpus, platform = _gpus(parsed.config), parsed.config.launch.platform
+    if parsed.config.launch.dry_run:
+        resolved = resolve(parsed, expected_ranks(os.environ, gpus=gpus, platform=platform))
+        _say(dry_run_lines(resolved, _data_files(resolved)))
         return None
+    plan = resolve_environment(os.environ, gpus=gpus, platform=platform)
+    resolved = resolve(parsed, plan.world_size)
+    _data_files(resolved)
     _say(plan_lines(resolved))
     if resolved.finished:
         _say([_finished_text(resolved)])
@@ -91,6 +92,12 @@ def _prepare(parsed: ParsedRun) -> tuple[LaunchPlan, dict[str, str]] | None:
     }
 
 
+def _data_files(run: ResolvedRun) -> list[str]:
+    """The training and validation files, all of which exist."""
+    data = run.config.data
+    return check_entries((*data.dataset, *data.val_dataset))
+
+
 def _limits(config: RunConfig) -> Limits:
     return Limits(
         exit_grace=config.train.exit_grace,
@@ -102,15 +109,12 @@ def _limits(config: RunConfig) -> Limits:
     )
 
 
-def launch_plan(config: RunConfig, environ: Mapping[str, str]) -> LaunchPlan:
-    """The processes of the job; NPROC_PER_NODE unset is all GPUs of the node, or 1 on CPU.
-
-    A dry run asks for sizes alone: it needs no address, no free port, and no GPU.
-    """
-    if config.launch.dry_run:
-        environ = {"NODE_RANK": "0", "MASTER_ADDR": "localhost", **environ, "MASTER_PORT": ""}
-    default = max(1, count_gpus(environ)) if resolve_device(config, environ) == "cuda" else 1
-    return resolve_environment(environ, default_nproc=default)
+def _gpus(config: RunConfig) -> int | None:
+    """GPUs of this node that the run may use; None for one on CPU. A dry run may plan for one that is not there."""
+    if config.launch.device == "cpu":
+        return None
+    planned = config.launch.device == "cuda" and config.launch.dry_run
+    return max(int(planned), count_gpus(os.environ))
 
 
 def check_weights(run: ResolvedRun) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from mcore_qwen3.launch.attempt import Limits
-from mcore_qwen3.launch.environment import LaunchPlan, count_gpus, is_rank, resolve_environment
+from mcore_qwen3.launch.environment import PLATFORMS, LaunchPlan, expected_ranks, is_rank, resolve_environment
+from mcore_qwen3.launch.gpus import count_gpus
 from mcore_qwen3.launch.heartbeat import Heartbeat
 from mcore_qwen3.launch.rank_report import (
     SUPERVISED,
@@ -18,12 +19,14 @@ from mcore_qwen3.launch.supervisor import run
 from mcore_qwen3.launch.torchrun import torchrun_command
 
 __all__ = [
+    "PLATFORMS",
     "SUPERVISED",
     "Heartbeat",
     "LaunchPlan",
     "Limits",
     "StopSignals",
     "count_gpus",
+    "expected_ranks",
     "is_rank",
     "on_stop_request",
     "rank_main",

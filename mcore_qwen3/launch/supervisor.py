@@ -80,7 +80,7 @@ def _start(
     command = torchrun_command(plan, module_argv)
     with tempfile.TemporaryDirectory(prefix="mcore_qwen3_run_") as folder:
         environment, lines = child_environment(plan, os.environ, Path(folder), extra_env)
-        for line in [*plan.notes, plan.describe(), *lines, f"starting {shlex.join(command)}"]:
+        for line in [*plan.notes, *plan.table(), *lines, f"starting {shlex.join(command)}"]:
             say(line)
         return Attempt(plan, Path(folder), limits, signals).run(command, environment)
 

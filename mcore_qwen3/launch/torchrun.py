@@ -7,7 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mcore_qwen3.launch.environment import LaunchPlan, count_gpus
+from mcore_qwen3.launch.environment import LaunchPlan
+from mcore_qwen3.launch.gpus import count_gpus
 from mcore_qwen3.launch.rank_report import RUN_DIR, SUPERVISED
 
 # What torchrun sets for its ranks. Set by a platform with another meaning, or left over, it must not reach torchrun.

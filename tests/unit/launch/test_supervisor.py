@@ -30,7 +30,7 @@ DRIVER = """
 import json, os, sys
 from mcore_qwen3.launch import Limits, StopSignals, attempt, resolve_environment, run
 attempt._ONE_REQUEST_SECONDS = float(sys.argv[1])
-plan = resolve_environment(os.environ, default_nproc=len(sys.argv) - 5)
+plan = resolve_environment(os.environ, gpus=len(sys.argv) - 5)
 with StopSignals() as signals:
     sys.exit(run(plan, sys.argv[3:], Limits(**json.loads(sys.argv[2])), signals, extra_env={}))
 """
