@@ -42,6 +42,7 @@ def run(argv: list[str]) -> int:
     lines = [
         *parsed.notes,
         *submitted.notes,
+        *_stronger_settings(config, os.environ),
         f"script: {folder / script_name}",
         f"resolved configuration: {folder / 'run_config.yaml'}",
         f"environment, by name alone: {' '.join(variables) or 'nothing'}",
@@ -132,6 +133,12 @@ def _sbatch(script: str, options: Sequence[str]) -> str:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
         raise LaunchError("sbatch takes the job", seen=said, fix="the flags that its message names")
     return done.stdout
+
+
+def _stronger_settings(config: SubmitConfig, environ: Mapping[str, str]) -> list[str]:
+    """sbatch's own variables go before the lines of a script."""
+    names = sorted(name for name in environ if name.startswith("SBATCH_")) if config.job.platform == "slurm" else []
+    return [f"{', '.join(names)}: sbatch takes these before what the script says"] if names else []
 
 
 def _submit_to_slurm(script: str, folder: Path) -> int:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_qwen3.cli.resolve import resolve
+from mcore_qwen3.cli.resolve import resolve, save_folder
 from mcore_qwen3.config import (
     SUBMIT,
     TRAINING,
     Command,
-    Parsed,
     ParsedRun,
     RunConfig,
     SubmitConfig,
@@ -24,6 +23,8 @@ from mcore_qwen3.config import (
 )
 from mcore_qwen3.data.sources import check_entries
 from mcore_qwen3.errors import ConfigError
+
+_ON_SEVERAL_NODES = ("convert", "export")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +67,8 @@ def check_command(words: list[str], config: SubmitConfig, environ: Mapping[str, 
             raise ConfigError(
                 "ranks are for training", seen=f"--nproc_per_node with {words[0]}", fix="leave --nproc_per_node out"
             )
+        if config.job.nodes > 1 and words[0] not in _ON_SEVERAL_NODES:
+            raise ConfigError(f"{words[0]} works on one node", seen=f"--nodes {config.job.nodes}", fix="--nodes 1")
         return Submitted(words=words, yaml=to_yaml(parsed.config), save=None, stop_code=0, notes=parsed.notes)
     return _training(words, parsed, config, environ)
 
@@ -100,36 +103,29 @@ def _training(words: list[str], parsed: ParsedRun, config: SubmitConfig, environ
             seen=f"--device {run.launch.device}, --gpus_per_node {config.job.gpus_per_node}",
             fix="leave --device out, or change --gpus_per_node",
         )
-    # A node whose GPUs cannot be seen has to refuse the run instead of training on CPU.
-    words = words if run.launch.device != "auto" else [*words, "--device", device]
-    settled = Parsed(
-        command=parsed.command,
-        # dry_run: this machine may have no such device
-        config=with_values(run, {"device": device, "dry_run": True}),
-        explicit=parsed.explicit,
-        notes=parsed.notes,
-    )
+    # A node whose GPUs cannot be seen has to refuse the run instead of training on CPU, and who is who is not guessed.
+    settled = {"device": device, "platform": config.job.platform}
+    words = [
+        *words,
+        *(word for name in settled if getattr(run.launch, name) == "auto" for word in (f"--{name}", settled[name])),
+    ]
     elsewhere = config.job.container is not None and not Path(str(run.model.load)).exists()
     if elsewhere:
         notes = (*parsed.notes, f"checked by its flags alone: {run.model.load} is not on this machine")
-        filled = with_values(run, {"device": device, "save": _save(run)})
-        return Submitted(
-            words=words, yaml=to_yaml(filled), save=Path(_save(run)), stop_code=_stop_code(run), notes=notes
-        )
-    resolved = resolve(settled, config.job.nodes * ranks_per_node(config), environ)
-    check_entries((*resolved.config.data.dataset, *resolved.config.data.val_dataset))
-    filled = with_values(resolved.config, {"dry_run": False})
+        filled = with_values(run, settled)
+    else:
+        # dry_run: this machine may have no such device
+        planned = replace(parsed, config=with_values(run, {**settled, "dry_run": True}))
+        resolved = resolve(planned, config.job.nodes * ranks_per_node(config), environ)
+        check_entries((*resolved.config.data.dataset, *resolved.config.data.val_dataset))
+        filled, notes = with_values(resolved.config, {"dry_run": False}), resolved.notes
     return Submitted(
-        words=words, yaml=to_yaml(filled), save=Path(_save(filled)), stop_code=_stop_code(run), notes=resolved.notes
+        words=words,
+        yaml=to_yaml(filled),
+        save=Path(save_folder(filled)),
+        stop_code=run.train.exit_code_on_signal,
+        notes=notes,
     )
-
-
-def _save(run: RunConfig) -> str:
-    return run.checkpoint.save or f"megatron_output/{Path(str(run.model.load)).name}"
-
-
-def _stop_code(run: RunConfig) -> int:
-    return run.train.exit_code_on_signal
 
 
 def _check_continues(run: RunConfig) -> None:

@@ -3,6 +3,7 @@
 from mcore_qwen3.config.checks import check_schedule, decay_iters, greater_is_better, warmup_iters
 from mcore_qwen3.config.commands import (
     DATA,
+    DOCTOR,
     EXPORT,
     HF2MCORE,
     MCORE2HF,
@@ -16,6 +17,7 @@ from mcore_qwen3.config.commands import (
 )
 from mcore_qwen3.config.convert import Hf2McoreConfig, Mcore2HfConfig, VerifyConfig, shard_bytes
 from mcore_qwen3.config.data import DataFlags, renamed_columns
+from mcore_qwen3.config.doctor import DoctorConfig
 from mcore_qwen3.config.effects import Facts, flags_without_effect
 from mcore_qwen3.config.flags import Flag
 from mcore_qwen3.config.inspect import InspectConfig
@@ -26,6 +28,7 @@ from mcore_qwen3.config.submit import SubmitConfig, ranks_per_node, signal_secon
 
 __all__ = [
     "DATA",
+    "DOCTOR",
     "EXPORT",
     "HF2MCORE",
     "MCORE2HF",
@@ -35,6 +38,7 @@ __all__ = [
     "VERIFY",
     "Command",
     "DataFlags",
+    "DoctorConfig",
     "Facts",
     "Flag",
     "Hf2McoreConfig",

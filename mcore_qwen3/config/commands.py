@@ -7,6 +7,7 @@ from typing import Any
 from mcore_qwen3.config.aliases import ALIASES, CONVERT_ALIASES, DATA_ALIASES
 from mcore_qwen3.config.checks import check
 from mcore_qwen3.config.convert import Hf2McoreConfig, Mcore2HfConfig, VerifyConfig, check_conversion, check_verify
+from mcore_qwen3.config.doctor import DoctorConfig
 from mcore_qwen3.config.inspect import InspectConfig, check_inspect
 from mcore_qwen3.config.parser import Command, Parsed, parse_command
 from mcore_qwen3.config.plan import PlanConfig, check_plan
@@ -40,10 +41,17 @@ DATA = Command(program="megatron data", root=InspectConfig, aliases=DATA_ALIASES
 PLAN = Command(program="megatron plan", root=PlanConfig, aliases=ALIASES, check=check_plan)
 VERIFY = Command(program="convert verify", root=VerifyConfig, aliases={}, check=check_verify, words=("a", "b"))
 
+DOCTOR = Command(
+    program="megatron doctor",
+    root=DoctorConfig,
+    aliases={},
+    check=lambda config: None,  # what cannot run is what it finds
+)
 SUBMIT = Command(program="megatron submit", root=SubmitConfig, aliases={}, check=check_submit)
 TRAINING = ("sft", "pt")
-_OTHERS = {
+_OTHERS: dict[tuple[str, ...], Command[Any]] = {
     ("data",): DATA,
+    ("doctor",): DOCTOR,
     ("plan",): PLAN,
     ("export",): EXPORT,
     ("convert", "hf2mcore"): HF2MCORE,

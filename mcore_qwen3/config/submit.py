@@ -22,8 +22,30 @@ _OF_THE_JOB = re.compile(
 )
 # Options of sbatch that have a flag here, or on which the script depends.
 _OURS = {
-    *("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "partition", "account", "time", "signal"),
-    *("requeue", "no-requeue", "chdir", "output", "error", "open-mode", "export", "export-file", "ntasks", "array", "wrap"),
+    *(
+        "job-name",
+        "nodes",
+        "ntasks-per-node",
+        "gpus-per-node",
+        "cpus-per-task",
+        "partition",
+        "account",
+        "time",
+        "signal",
+    ),
+    *(
+        "requeue",
+        "no-requeue",
+        "chdir",
+        "output",
+        "error",
+        "open-mode",
+        "export",
+        "export-file",
+        "ntasks",
+        "array",
+        "wrap",
+    ),
 }
 
 
@@ -41,7 +63,9 @@ class JobFlags:
     container: str | None = flag(None, "image to run in: for SLURM with the pyxis plugin, for DLC the worker_image")
     env: tuple[str, ...] = flag((), "names of more environment variables to pass on; values are never written")
     python: str | None = flag(None, "Python in the job; unset: this one, or python3 in a container")
-    output: str | None = flag(None, "folder for script, resolved configuration and log; unset: megatron_jobs/<job_name>")
+    output: str | None = flag(
+        None, "folder for script, resolved configuration and log; unset: megatron_jobs/<job_name>"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +74,9 @@ class SlurmFlags:
 
     partition: str | None = flag(None, "partition, or several with commas; unset: the cluster's default")
     account: str | None = flag(None, "account to charge; unset: the user's default")
-    cpus_per_node: int | None = flag(None, "cores of each node; unset: whole nodes with all cores and memory", at_least=1)
+    cpus_per_node: int | None = flag(
+        None, "cores of each node; unset: whole nodes with all cores and memory", at_least=1
+    )
     container_mounts: tuple[str, ...] = flag((), "SOURCE:TARGET folders to mount in the container")
     signal_before: int | None = flag(
         None,
@@ -58,7 +84,9 @@ class SlurmFlags:
         at_least=1,
         at_most=65535,
     )
-    requeue: bool = flag(True, "queue a training run again when it was stopped by the time limit, and go on where it saved")
+    requeue: bool = flag(
+        True, "queue a training run again when it was stopped by the time limit, and go on where it saved"
+    )
     sbatch_options: tuple[str, ...] = flag((), "more options of sbatch without their dashes, such as qos=high mem=64G")
 
 
@@ -96,10 +124,8 @@ def time_minutes(text: str) -> int | None:
     if match is None:
         return None
     numbers = [int(number) for number in match["numbers"].split(":")]
-    if match["days"] is not None:  # hours[:minutes[:seconds]]
-        hours, minutes, seconds = (numbers + [0, 0])[:3]
-    else:  # minutes[:seconds], or hours:minutes:seconds
-        hours, minutes, seconds = ([0, *numbers] + [0])[:3] if len(numbers) < 3 else numbers
+    hours_first = match["days"] is not None or len(numbers) == 3
+    hours, minutes, seconds = ([*numbers, 0, 0] if hours_first else [0, *numbers, 0])[:3]
     total = ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
     return -(-total // 60)
 
@@ -128,7 +154,9 @@ def check_submit(config: SubmitConfig) -> None:
     for option in config.slurm.sbatch_options:
         if not _OPTION.fullmatch(option) or "\n" in option:
             raise ConfigError(
-                "sbatch_options are NAME or NAME=VALUE without dashes, each in one line", seen=repr(option), fix="qos=high"
+                "sbatch_options are NAME or NAME=VALUE without dashes, each in one line",
+                seen=repr(option),
+                fix="qos=high",
             )
         if option.partition("=")[0] in _OURS:
             raise ConfigError(
@@ -140,8 +168,8 @@ def check_submit(config: SubmitConfig) -> None:
 
 def _check_forms(config: SubmitConfig) -> None:
     words = {"job_name": config.job.job_name, "account": config.slurm.account}
-    words |= {name: getattr(config.dlc, name) for name in ("workspace_id", "resource_id", "worker_spec")}
-    words |= {name: getattr(config.dlc, name) for name in ("worker_memory", "worker_shared_memory")}
+    names = ("workspace_id", "resource_id", "worker_spec", "worker_memory", "worker_shared_memory")
+    words |= {name: getattr(config.dlc, name) for name in names}
     for name, value in words.items():
         if value is not None and not _NAME.fullmatch(value):
             raise ConfigError(f"--{name} is one word of letters, digits and _ . @ : + -", seen=repr(value))

@@ -136,6 +136,8 @@ def _srun(config: SubmitConfig, payload: Payload) -> list[str]:
         words += [f"--container-image={job.container}", f"--container-workdir={payload.workdir}"]
         if slurm.container_mounts:
             words.append(f"--container-mounts={','.join(slurm.container_mounts)}")
+    if payload.tracker is None and job.nodes > 1:  # a conversion, which reads our variables alone
+        words += ["bash", "-c", 'NNODES=$SLURM_NNODES NODE_RANK=$SLURM_NODEID exec "$@"', "bash"]
     return words
 
 

@@ -15,7 +15,7 @@ from kill_campaign import assert_same_end, starts
 pytestmark = pytest.mark.timeout(900)
 
 STEPS = 24
-NASTY = "it's $(touch planted) \"a\" %j\n `id`"  # quotes, a command, a pattern of sbatch's, a new line
+NASTY = 'it\'s $(touch planted) "a" %j\n `id`'  # quotes, a command, a pattern of sbatch's, a new line
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,10 @@ def test_one_that_is_warned_and_requeued_ends_with_the_same_bits(
     save = queue.site.folder / "broken"
     job, log = queue.submit(small_vocabulary_moe, chat_rows, "broken")
     stops = []
-    for number, words in enumerate((["scancel", "--batch", "--signal=USR1"], ["scontrol", "requeue"])):
-        wait_until(lambda: len(starts(save)) > number and starts(save)[number][1] >= 3, lambda: log.read_text())
+    for number, words in enumerate((["scancel", "--batch", "--signal=USR1"], ["scontrol", "requeue"]), start=1):
+        wait_for_steps(save, log, start=number, steps=3)
         queue.cluster.call(*words, str(job))
-        queue.wait_for(job, log, Restarts=str(number + 1))
+        queue.wait_for(job, log, Restarts=str(number))
         stops.append(int((save / "latest_checkpointed_iteration.txt").read_text()))
     queue.wait_for(job, log, JobState="COMPLETED")
     said = log.read_text()
@@ -97,6 +97,14 @@ def test_one_that_is_warned_and_requeued_ends_with_the_same_bits(
     assert "stopped by SIGUSR1 after step" in said and "stopped by SIGTERM after step" in said
     assert said.count(": queued again") == 1  # the second time SLURM did it
     assert_same_end(save, unbroken[2])
+
+
+def wait_for_steps(save: Path, log: Path, *, start: int, steps: int) -> None:
+    """Until the ranks, started for the so-manieth time, have made so many steps."""
+    wait_until(
+        lambda: len(starts(save)) >= start and starts(save)[start - 1][1] >= steps,
+        lambda: log.read_text() if log.exists() else "no log",
+    )
 
 
 def test_words_and_folders_with_every_sign_arrive_as_they_are(

@@ -68,6 +68,7 @@ LIBRARIES = {
         "tokenizers",
         "matplotlib",
         "huggingface_hub",
+        "packaging",
     },
     "__main__": set(),
     "__init__": set(),

@@ -1,0 +1,176 @@
+"""One rank's part of ``megatron doctor``: meet the others, send something, compare."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_qwen3 import __version__
+from mcore_qwen3.cli.doctor_checks import Finding, fails, note, ok
+from mcore_qwen3.cli.shared_folder import check_shared_folder
+from mcore_qwen3.config import DoctorConfig
+from mcore_qwen3.errors import ConfigError
+from mcore_qwen3.launch import count_gpus, on_stop_request, rank_main
+from mcore_qwen3.runtime.device import Device, choose_device, synchronize
+from mcore_qwen3.runtime.groups import start_process_group, stop_process_group
+
+EXIT_WILL_FAIL = 2
+_MEASURED_BYTES = {"gloo": 16 * 2**20, "nccl": 256 * 2**20}
+_ROUNDS = 5
+_COMPARED = ("torch", "megatron-core", "transformers", "transformer-engine")
+
+
+def run_rank(config: DoctorConfig) -> int:
+    """Look at this rank's part; rank 0 prints. Returns the process's exit code."""
+    return rank_main(lambda: _run(config))
+
+
+def _run(config: DoctorConfig) -> int:
+    on_stop_request(_give_up)
+    device = choose_device(config.patient.device, int(os.environ["LOCAL_RANK"]))
+    start_process_group(device, config.trials.meeting_seconds)
+    everyone = gathered(about_this_rank(device))
+    findings = [*compare(everyone), *collectives(device), *_shared(config, everyone)]
+    if dist.get_rank() == 0:
+        print("\n".join(["all ranks together", *(line for each in findings for line in each.lines())]), flush=True)
+    stop_process_group()
+    return EXIT_WILL_FAIL if any(each.level == "FAILS" for each in findings) else 0
+
+
+def _give_up(signum: int) -> None:
+    """The parent's time is over; a rank that waits in a collective cannot be asked to stop in order."""
+    os._exit(EXIT_WILL_FAIL)
+
+
+def gathered(mine: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What every rank has, by rank. Collective."""
+    everyone: list[Mapping[str, Any]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def about_this_rank(device: Device) -> dict[str, Any]:
+    """What has to be the same on every rank, or says where it is."""
+    gpu = f"{torch.cuda.get_device_name(device.index)}" if device.is_cuda else "no GPU"
+    return {
+        "host": socket.gethostname(),
+        "node": os.environ.get("GROUP_RANK", "0"),
+        "local_rank": os.environ["LOCAL_RANK"],
+        "gpus_by_driver": count_gpus(os.environ),
+        "device": device.kind,
+        "broken": broken_accelerators() if device.is_cuda and os.environ["LOCAL_RANK"] == "0" else [],
+        "same": {
+            "mcore-qwen3": __version__,
+            "python": platform.python_version(),
+            **{name: _version(name) for name in _COMPARED},
+            "GPU": gpu,
+            "CUDA of torch": str(torch.version.cuda),
+        },
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def broken_accelerators(names: Sequence[str] = ("transformer_engine.pytorch",)) -> list[str]:
+    """Why installed packages that a GPU run would take cannot be imported, as where they were built for another torch."""
+    broken = []
+    for name in names:
+        if importlib.util.find_spec(name.partition(".")[0]) is None:
+            continue
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # whatever its import does
+            broken.append(f"{name} is installed and cannot be imported: {type(error).__name__}: {error}")
+    return broken
+
+
+def compare(everyone: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Where the ranks are, and what differs between them."""
+    nodes: dict[tuple[str, str], list[int]] = {}
+    for rank, each in enumerate(everyone):
+        nodes.setdefault((each["node"], each["host"]), []).append(rank)
+    places = [f"node {node} on {host}: ranks {ranks[0]}-{ranks[-1]}" for (node, host), ranks in nodes.items()]
+    findings = [ok("ranks", f"{len(everyone)} joined\n" + "\n".join(places))]
+    for rank, each in enumerate(everyone):
+        findings += [fails("packages", f"{text} (rank {rank} on {each['host']})") for text in each["broken"]]
+        if each["gpus_by_driver"] and each["device"] == "cpu":
+            seen = f"{each['gpus_by_driver']} GPUs by the machine's device files, none by torch"
+            findings.append(fails("GPUs", f"rank {rank} on {each['host']}: {seen}; a torch build or driver that fit"))
+    for name in everyone[0]["same"]:
+        values: dict[str, list[int]] = {}
+        for rank, each in enumerate(everyone):
+            values.setdefault(each["same"][name], []).append(rank)
+        if len(values) > 1:
+            shown = ", ".join(f"{value} on rank {' '.join(map(str, ranks))}" for value, ranks in values.items())
+            differs = note if name in ("GPU", "python") else fails
+            findings.append(differs("same", f"{name} differs: {shown}"))
+    return findings
+
+
+def collectives(device: Device) -> list[Finding]:
+    """Whether what is sent arrives, checked by arithmetic, and how fast a sum over all ranks is. Collective."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    place = device.torch_device
+    total = torch.full((1000,), float(rank + 1), device=place)
+    dist.all_reduce(total)
+    parts = [torch.empty(3, device=place) for _ in range(world)]
+    dist.all_gather(parts, torch.full((3,), float(rank), device=place))
+    told = torch.tensor([float(rank + 7)], device=place)
+    dist.broadcast(told, src=world - 1)
+    right = bool(
+        (total == world * (world + 1) / 2).all()
+        and all((part == number).all() for number, part in enumerate(parts))
+        and told.item() == world + 6
+    )
+    wrong = [number for number, each in enumerate(gathered({"right": right})) if not each["right"]]
+    if wrong:
+        return [fails("collectives", f"{device.backend}: wrong numbers arrive on rank {' '.join(map(str, wrong))}")]
+    if world == 1:
+        return [ok("collectives", f"{device.backend}: right, with one rank, so that nothing was sent")]
+    return [ok("collectives", f"{device.backend}: sums, gathers and broadcasts are right; {_speed(device)}")]
+
+
+def _speed(device: Device) -> str:
+    """Bus bandwidth as nccl-tests defines it: bytes / time x 2 (n - 1) / n."""
+    world, size = dist.get_world_size(), _MEASURED_BYTES[device.backend]
+    values = torch.zeros(size // 4, device=device.torch_device)
+    dist.all_reduce(values)
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(_ROUNDS):
+        dist.all_reduce(values)
+    synchronize(device)
+    seconds = (time.perf_counter() - start) / _ROUNDS
+    return f"{size / seconds * 2 * (world - 1) / world / 1e9:.2f} GB/s a rank in sums of {size // 2**20} MiB"
+
+
+def _shared(config: DoctorConfig, everyone: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Whether the nodes share the save folder. Collective. It is asked of the nearest folder that exists: none is made."""
+    if len({each["node"] for each in everyone}) == 1:
+        return []
+    save = Path(config.patient.save).absolute()
+    folder = next(parent for parent in (save, *save.parents) if parent.is_dir())
+    places = {each["folder"] for each in gathered({"folder": str(folder)})}
+    if len(places) > 1:
+        return [fails("save", f"the nodes do not see the same folder for --save {save}: {', '.join(sorted(places))}")]
+    try:
+        check_shared_folder(folder)
+    except ConfigError as error:
+        return [fails("save", str(error))]
+    return [ok("save", f"all ranks share {folder}")]
