@@ -19,6 +19,9 @@ class LaunchFlags:
         "NNODES, NODE_RANK, NPROC_PER_NODE, MASTER_ADDR, MASTER_PORT",
         choices=("auto", "local", "dlc", "slurm"),
     )
+    log_dir: str | None = flag(
+        None, "folder for what each rank prints, in rank_N.log; the screen then shows rank 0 and the launcher alone"
+    )
     max_restarts: int = flag(
         0, "how often all ranks are started again after a fault, from the last complete checkpoint", at_least=0
     )

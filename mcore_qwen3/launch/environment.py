@@ -111,7 +111,7 @@ def resolve_environment(environ: Mapping[str, str], *, gpus: int | None, platfor
     node_rank, sources["node_rank"] = _node_rank(own, theirs, nnodes)
     _check_world_size(environ, platform, nnodes, node_rank, nproc)
     address, sources["master_addr"] = _master_addr(own, theirs, nnodes, name)
-    port, sources["master_port"] = _master_port(own, theirs, nnodes[0], node_rank)
+    port, sources["master_port"] = _master_port(own, theirs, nnodes[0])
     return LaunchPlan(
         platform=name,
         nnodes=nnodes[0],
@@ -311,8 +311,8 @@ def _check_world_size(
         )
 
 
-def _master_port(own: Readings, theirs: Readings, nnodes: int, node_rank: int) -> tuple[int, str]:
-    """The port and where it came from. Only node 0 listens, so only there can a port be in use."""
+def _master_port(own: Readings, theirs: Readings, nnodes: int) -> tuple[int, str]:
+    """The port and where it came from. On several nodes the launchers meet there first, and so find a busy one."""
     if "master_port" in own:
         port, source = _whole_number(own["master_port"], 1, 65535), own["master_port"][1]
     elif nnodes == 1:
@@ -321,13 +321,11 @@ def _master_port(own: Readings, theirs: Readings, nnodes: int, node_rank: int) -
         port, source = int(theirs["master_port"][0]), theirs["master_port"][1]
     else:
         port, source = MULTI_NODE_PORT, _DEFAULT
-    reason = why_not_usable(port) if node_rank == 0 else None
-    if reason is not None:
-        other = "another MASTER_PORT on all nodes" if nnodes > 1 else "another MASTER_PORT, or unset it for a free one"
+    if nnodes == 1 and (reason := why_not_usable(port)) is not None:
         raise LaunchError(
-            "MASTER_PORT must be free on node 0, where the ranks meet",
-            seen=f"MASTER_PORT={port} ({source}): {reason}",
-            fix=f"set {other}",
+            "MASTER_PORT must be free, as the ranks meet there",
+            seen=f"MASTER_PORT={port}: {reason}",
+            fix="set another MASTER_PORT, or unset it for a free one",
         )
     return port, source
 

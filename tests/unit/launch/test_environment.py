@@ -165,12 +165,6 @@ def test_b90_a_given_port_is_used() -> None:
 def test_b90_a_busy_port_is_refused_by_name(busy_port: int) -> None:
     text = refusal(MASTER_PORT=str(busy_port))
     assert f"MASTER_PORT={busy_port}" in text and "it is in use" in text
-    text = refusal(NNODES="2", NODE_RANK="0", MASTER_ADDR="localhost", MASTER_PORT=str(busy_port))
-    assert f"MASTER_PORT={busy_port}" in text
-
-
-def test_b90_only_node_0_listens_so_elsewhere_the_port_may_be_busy(busy_port: int) -> None:
-    assert resolve(**TWO_NODES, MASTER_PORT=str(busy_port)).master_port == busy_port
 
 
 def test_a_port_of_a_connection_that_is_still_closing_counts_as_free() -> None:

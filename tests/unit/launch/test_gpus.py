@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_qwen3.launch import count_gpus
+from mcore_qwen3.launch import count_gpus, visible_gpus
 
 
 @pytest.fixture
@@ -27,6 +27,14 @@ def four_gpus(tmp_path: Path) -> Path:
 def test_device_files_narrowed_as_cuda_does(four_gpus: Path, visible: str | None, expected: int) -> None:
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert count_gpus(environ, four_gpus) == expected
+
+
+def test_they_have_the_names_of_the_machine(four_gpus: Path) -> None:
+    """Two containers of one machine see different ones, although CUDA numbers both from 0."""
+    (four_gpus / "dev/nvidia0").unlink()
+    (four_gpus / "dev/nvidia10").touch()
+    assert visible_gpus({}, four_gpus) == ("nvidia1", "nvidia2", "nvidia3", "nvidia10")
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3,0,GPU-8f"}, four_gpus) == ("nvidia10", "nvidia1", "GPU-8f")
 
 
 def test_a_container_has_fewer_device_files_than_the_driver_lists(four_gpus: Path) -> None:

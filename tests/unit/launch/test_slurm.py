@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
@@ -164,12 +163,3 @@ def test_b92_a_first_node_without_an_address_stops(monkeypatch: pytest.MonkeyPat
     plan = resolve(unknown)
     assert plan.master_addr == "10.0.0.1"
     assert plan.sources["master_addr"] == "first of SLURM_STEP_NODELIST, n1.invalid: its NodeAddr"
-
-
-def test_the_port_of_the_job_is_refused_when_busy() -> None:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        listener.listen(1)
-        port = listener.getsockname()[1]
-        environ = STEP | {"SLURM_NODEID": "0", "SLURM_PROCID": "0", "MASTER_PORT": str(port)}
-        assert f"MASTER_PORT={port} (MASTER_PORT): it is in use on this machine" in refusal(environ)
