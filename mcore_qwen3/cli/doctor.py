@@ -18,7 +18,18 @@ from mcore_qwen3.cli import doctor_checks as checks
 from mcore_qwen3.cli.doctor_checks import Finding, fails, ok
 from mcore_qwen3.config import DOCTOR, DoctorConfig, parse_command
 from mcore_qwen3.errors import LaunchError
-from mcore_qwen3.launch import LaunchPlan, Limits, StopSignals, count_gpus, is_rank, resolve_environment, started_now
+from mcore_qwen3.launch import (
+    Company,
+    LaunchPlan,
+    Limits,
+    StopSignals,
+    check_in,
+    count_gpus,
+    is_rank,
+    resolve_environment,
+    started_now,
+    visible_gpus,
+)
 from mcore_qwen3.launch import run as run_ranks
 
 EXIT_WILL_FAIL = 2
@@ -49,14 +60,14 @@ def run(argv: list[str]) -> int:
     print(
         "\n".join([f"{socket.gethostname()}{where}", *(line for each in findings for line in each.lines())]), flush=True
     )
-    code = EXIT_WILL_FAIL if any(each.level == "FAILS" for each in findings) else 0
-    if plan is not None and checks.can_start_ranks():
-        code = max(code, _start_ranks(argv, config, plan))
-    elif plan is not None:
-        print("the ranks were not started: a package that they need is missing", flush=True)
+    if plan is None or not checks.can_start_ranks(findings):
+        print("the ranks were not started", flush=True)
+        joined = EXIT_WILL_FAIL
+    else:
+        joined = _ranks(argv, config, plan)
+    code = EXIT_WILL_FAIL if joined or any(each.level == "FAILS" for each in findings) else 0
     print(
-        "nothing was found that would make a run fail" if code == 0 else "a run would fail here: see FAILS above",
-        flush=True,
+        "nothing was found that would make a run fail" if code == 0 else "a run would fail: see FAILS above", flush=True
     )
     return code
 
@@ -76,13 +87,24 @@ def _launch(config: DoctorConfig) -> tuple[LaunchPlan | None, list[Finding]]:
     return plan, found
 
 
-def _start_ranks(argv: list[str], config: DoctorConfig, plan: LaunchPlan) -> int:
-    """The ranks' part, ended when it takes too long: the ranks of other nodes may never come."""
+def _ranks(argv: list[str], config: DoctorConfig, plan: LaunchPlan) -> int:
+    """Meet the launchers of the other nodes, and let the ranks do their part; 0 where all is well."""
     seconds = config.trials.meeting_seconds
-    limits = Limits(exit_grace=_GRACE_SECONDS, exit_code_on_signal=EXIT_WILL_FAIL)
-    with StopSignals() as signals, _deadline(seconds):
-        code = run_ranks(plan, ["-m", "mcore_qwen3", "doctor", *argv], limits, signals, extra_env=started_now())
-    return EXIT_WILL_FAIL if code else 0
+    gpus = () if config.patient.device == "cpu" else visible_gpus(os.environ)
+    try:
+        company = check_in(plan, {}, gpus, seconds)
+        return _start_ranks(argv, plan, company, seconds)
+    except LaunchError as error:
+        print("\n".join(fails("nodes", str(error)).lines()), flush=True)
+        return EXIT_WILL_FAIL
+
+
+def _start_ranks(argv: list[str], plan: LaunchPlan, company: Company, seconds: float) -> int:
+    """The exit code of the ranks, which are ended when they take too long."""
+    limits = Limits(exit_grace=_GRACE_SECONDS, exit_code_on_signal=EXIT_WILL_FAIL, meeting_seconds=seconds)
+    words = ["-m", "mcore_qwen3", "doctor", *argv]
+    with StopSignals() as signals, _deadline(2 * seconds):  # to start, and for an operation that waits for others
+        return run_ranks(plan, words, limits, signals, extra_env=started_now(), company=company)
 
 
 @contextmanager
@@ -90,10 +112,8 @@ def _deadline(seconds: float) -> Iterator[None]:
     """Ask this process to stop after so many seconds, as a scheduler would."""
 
     def end() -> None:
-        text = (
-            f"the ranks have not all answered after {seconds:g} s (meeting_seconds): a node that was not started, an "
-        )
-        print(f"  FAILS  meeting         {text}address or port that cannot be reached, or a slow disk", flush=True)
+        text = f"the ranks have not all answered after {seconds:g} s (twice meeting_seconds): a network that does not "
+        print("\n".join(fails("ranks", text + "let them through, or a slow disk").lines()), flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
 
     timer = threading.Timer(seconds, end)

@@ -25,6 +25,7 @@ from mcore_qwen3.arch import count_parameters, read_model_shape
 from mcore_qwen3.config import DoctorConfig
 from mcore_qwen3.errors import ConfigError
 from mcore_qwen3.launch import LaunchPlan, count_gpus
+from mcore_qwen3.launch.network import interface_of
 
 DISTRIBUTION = "mcore-qwen3"
 _GIB, _MIB = 2**30, 2**20
@@ -109,9 +110,10 @@ def check_requirements(required: Sequence[str]) -> list[Finding]:
     return [ok("versions", ", ".join(good)), *bad]
 
 
-def can_start_ranks() -> bool:
-    """Whether ranks can be started at all: they need torch."""
-    return importlib.util.find_spec("torch") is not None
+def can_start_ranks(findings: Sequence[Finding]) -> bool:
+    """Whether ranks can be started and could meet: they need torch and a network."""
+    without_network = any(each.level == "FAILS" and each.topic == "network" for each in findings)
+    return importlib.util.find_spec("torch") is not None and not without_network
 
 
 def gpus(device: str, environ: Mapping[str, str]) -> list[Finding]:
@@ -213,27 +215,9 @@ def network(plan: LaunchPlan, environ: Mapping[str, str]) -> list[Finding]:
             address = probe.getsockname()[0]
     except OSError as error:
         return [*found, fails("network", f"no way to {plan.master_addr}: {error.strerror}")]
-    interface = _interface_of(address) or "an interface whose name is not known"
+    interface = interface_of(address) or "an interface whose name is not known"
     port = f"port {plan.master_port} is free here" if plan.node_rank == 0 else f"port {plan.master_port} is node 0's"
     return [*found, ok("network", f"{plan.master_addr} is reached from {address} by {interface}; {port}")]
-
-
-def _interface_of(address: str) -> str | None:
-    """The interface with this IPv4 address (Linux)."""
-    try:
-        import fcntl
-    except ImportError:
-        return None
-    siocgifaddr = 0x8915  # linux/sockios.h
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe.fileno(), siocgifaddr, name.encode()[:15].ljust(40, b"\0"))
-            except OSError:  # it has no IPv4 address
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None
 
 
 def shared_memory(folder: Path = Path("/dev/shm")) -> list[Finding]:
@@ -249,8 +233,7 @@ def shared_memory(folder: Path = Path("/dev/shm")) -> list[Finding]:
 
 def save_folder(config: DoctorConfig) -> list[Finding]:
     """Whether --save can be written, how fast, and whether a checkpoint fits. Leaves nothing there."""
-    save = Path(config.patient.save)
-    folder = next(parent for parent in (save.absolute(), *save.absolute().parents) if parent.exists())
+    folder = nearest_folder(Path(config.patient.save))
     if not folder.is_dir():
         return [fails("save", f"{folder} is no folder")]
     probe = folder / f".doctor-{uuid.uuid4().hex}"
@@ -264,6 +247,11 @@ def save_folder(config: DoctorConfig) -> list[Finding]:
         f"{folder}: {written:.2f} GB/s written and flushed, {read:.2f} GB/s read back (from memory where it is cached)"
     )
     return [ok("save", rates), _room(config, shutil.disk_usage(folder).free)]
+
+
+def nearest_folder(path: Path) -> Path:
+    """The path, or the nearest of its parents that exists."""
+    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
 
 
 def _disk_rates(probe: Path, mib: int) -> tuple[float, float]:

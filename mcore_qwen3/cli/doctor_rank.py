@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import os
-import platform
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -16,19 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_qwen3 import __version__
-from mcore_qwen3.cli.doctor_checks import Finding, fails, note, ok
+from mcore_qwen3.cli.doctor_checks import Finding, fails, nearest_folder, note, ok
 from mcore_qwen3.cli.shared_folder import check_shared_folder
 from mcore_qwen3.config import DoctorConfig
 from mcore_qwen3.errors import ConfigError
-from mcore_qwen3.launch import count_gpus, on_stop_request, rank_main
+from mcore_qwen3.launch import code_facts, count_gpus, on_stop_request, rank_main, table_of_differences
 from mcore_qwen3.runtime.device import Device, choose_device, synchronize
 from mcore_qwen3.runtime.groups import start_process_group, stop_process_group
 
 EXIT_WILL_FAIL = 2
 _MEASURED_BYTES = {"gloo": 16 * 2**20, "nccl": 256 * 2**20}
 _ROUNDS = 5
-_COMPARED = ("torch", "megatron-core", "transformers", "transformer-engine")
 
 
 def run_rank(config: DoctorConfig) -> int:
@@ -61,30 +57,15 @@ def gathered(mine: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def about_this_rank(device: Device) -> dict[str, Any]:
-    """What has to be the same on every rank, or says where it is."""
-    gpu = f"{torch.cuda.get_device_name(device.index)}" if device.is_cuda else "no GPU"
+    """Where this rank is, and what has to be the same on every rank."""
+    first = os.environ["LOCAL_RANK"] == "0"
     return {
-        "host": socket.gethostname(),
-        "node": os.environ.get("GROUP_RANK", "0"),
-        "local_rank": os.environ["LOCAL_RANK"],
+        "place": f"node {os.environ.get('GROUP_RANK', '0')} on {socket.gethostname()}",
         "gpus_by_driver": count_gpus(os.environ),
-        "device": device.kind,
-        "broken": broken_accelerators() if device.is_cuda and os.environ["LOCAL_RANK"] == "0" else [],
-        "same": {
-            "mcore-qwen3": __version__,
-            "python": platform.python_version(),
-            **{name: _version(name) for name in _COMPARED},
-            "GPU": gpu,
-            "CUDA of torch": str(torch.version.cuda),
-        },
+        "broken": broken_accelerators() if device.is_cuda and first else [],
+        "gpu": torch.cuda.get_device_name(device.index) if device.is_cuda else "none",
+        "code": code_facts() | {"CUDA of torch": str(torch.version.cuda)},
     }
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def broken_accelerators(names: Sequence[str] = ("transformer_engine.pytorch",)) -> list[str]:
@@ -102,24 +83,22 @@ def broken_accelerators(names: Sequence[str] = ("transformer_engine.pytorch",)) 
 
 def compare(everyone: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """Where the ranks are, and what differs between them."""
-    nodes: dict[tuple[str, str], list[int]] = {}
+    places: dict[str, list[int]] = {}
     for rank, each in enumerate(everyone):
-        nodes.setdefault((each["node"], each["host"]), []).append(rank)
-    places = [f"node {node} on {host}: ranks {ranks[0]}-{ranks[-1]}" for (node, host), ranks in nodes.items()]
-    findings = [ok("ranks", f"{len(everyone)} joined\n" + "\n".join(places))]
+        places.setdefault(each["place"], []).append(rank)
+    lines = [f"{place}: {len(ranks)} ranks from {ranks[0]}" for place, ranks in places.items()]
+    findings = [ok("ranks", "\n".join([f"{len(everyone)} joined", *lines]))]
     for rank, each in enumerate(everyone):
-        findings += [fails("packages", f"{text} (rank {rank} on {each['host']})") for text in each["broken"]]
-        if each["gpus_by_driver"] and each["device"] == "cpu":
+        findings += [fails("packages", f"{text} (rank {rank}, {each['place']})") for text in each["broken"]]
+        if each["gpus_by_driver"] and each["gpu"] == "none":
             seen = f"{each['gpus_by_driver']} GPUs by the machine's device files, none by torch"
-            findings.append(fails("GPUs", f"rank {rank} on {each['host']}: {seen}; a torch build or driver that fit"))
-    for name in everyone[0]["same"]:
-        values: dict[str, list[int]] = {}
-        for rank, each in enumerate(everyone):
-            values.setdefault(each["same"][name], []).append(rank)
-        if len(values) > 1:
-            shown = ", ".join(f"{value} on rank {' '.join(map(str, ranks))}" for value, ranks in values.items())
-            differs = note if name in ("GPU", "python") else fails
-            findings.append(differs("same", f"{name} differs: {shown}"))
+            findings.append(fails("GPUs", f"rank {rank}, {each['place']}: {seen}; a torch build or a driver that fit"))
+    code = table_of_differences({f"rank {rank}": each["code"] for rank, each in enumerate(everyone)})
+    kinds = table_of_differences({f"rank {rank}": {"GPU": each["gpu"]} for rank, each in enumerate(everyone)})
+    if code:
+        findings.append(fails("same code", f"the ranks differ:\n{code}"))
+    if kinds:
+        findings.append(note("GPUs", f"the ranks differ, and the slowest sets the pace:\n{kinds}"))
     return findings
 
 
@@ -162,13 +141,13 @@ def _speed(device: Device) -> str:
 
 def _shared(config: DoctorConfig, everyone: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """Whether the nodes share the save folder. Collective. It is asked of the nearest folder that exists: none is made."""
-    if len({each["node"] for each in everyone}) == 1:
+    if len({each["place"] for each in everyone}) == 1:
         return []
-    save = Path(config.patient.save).absolute()
-    folder = next(parent for parent in (save, *save.parents) if parent.is_dir())
+    folder = nearest_folder(Path(config.patient.save))
     places = {each["folder"] for each in gathered({"folder": str(folder)})}
     if len(places) > 1:
-        return [fails("save", f"the nodes do not see the same folder for --save {save}: {', '.join(sorted(places))}")]
+        text = f"--save {config.patient.save} is not on one file system: folders that exist are {', '.join(sorted(places))}"
+        return [fails("save", text)]
     try:
         check_shared_folder(folder)
     except ConfigError as error:

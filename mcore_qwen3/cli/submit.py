@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mcore_qwen3.arch.shape import TRACKER
-from mcore_qwen3.cli.submitted import Submitted, check_command
+from mcore_qwen3.cli.submitted import CONVERSIONS, Submitted, check_command
 from mcore_qwen3.config import SUBMIT, SubmitConfig, parse_command
 from mcore_qwen3.errors import ConfigError, LaunchError
 from mcore_qwen3.launch.dlc_job import dlc_script
@@ -104,6 +104,7 @@ def _script(
         workdir=workdir,
         tracker=None if submitted.save is None else workdir / submitted.save / TRACKER,
         stop_code=submitted.stop_code,
+        reads_nnodes=submitted.words[0] in CONVERSIONS,
     )
     return "job.sbatch", sbatch_script(config, payload, name, folder)
 

@@ -24,7 +24,7 @@ from mcore_qwen3.config import (
 from mcore_qwen3.data.sources import check_entries
 from mcore_qwen3.errors import ConfigError
 
-_ON_SEVERAL_NODES = ("convert", "export")
+CONVERSIONS = ("convert", "export")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,18 +57,13 @@ def check_command(words: list[str], config: SubmitConfig, environ: Mapping[str, 
         raise ConfigError(
             "megatron submit takes a command of megatron that a job can run",
             seen=" ".join(words[:2]),
-            fix="sft, pt, data, plan, export, convert hf2mcore, convert mcore2hf or convert verify",
+            fix="sft, pt, doctor, data, plan, export, convert hf2mcore, convert mcore2hf or convert verify",
         )
     command, rest = found
     _check_places(words[0], rest, command)
     parsed = parse_command(rest, command)
     if words[0] not in TRAINING:
-        if config.job.nproc_per_node is not None:
-            raise ConfigError(
-                "ranks are for training", seen=f"--nproc_per_node with {words[0]}", fix="leave --nproc_per_node out"
-            )
-        if config.job.nodes > 1 and words[0] not in _ON_SEVERAL_NODES:
-            raise ConfigError(f"{words[0]} works on one node", seen=f"--nodes {config.job.nodes}", fix="--nodes 1")
+        _check_size(words[0], config)
         return Submitted(words=words, yaml=to_yaml(parsed.config), save=None, stop_code=0, notes=parsed.notes)
     return _training(words, parsed, config, environ)
 
@@ -84,6 +79,16 @@ def _check_places(name: str, rest: list[str], command: Command[Any]) -> None:
                 seen=f"--{flag} after {name}",
                 fix=f"megatron submit --{flag} ... {name} ...",
             )
+
+
+def _check_size(name: str, config: SubmitConfig) -> None:
+    """What does not train has no ranks, but the doctor's; conversions split themselves over nodes."""
+    if name == "doctor":
+        return
+    if config.job.nproc_per_node is not None:
+        raise ConfigError("ranks are for training", seen=f"--nproc_per_node with {name}", fix="leave it out")
+    if config.job.nodes > 1 and name not in CONVERSIONS:
+        raise ConfigError(f"{name} works on one node", seen=f"--nodes {config.job.nodes}", fix="--nodes 1")
 
 
 def _training(words: list[str], parsed: ParsedRun, config: SubmitConfig, environ: Mapping[str, str]) -> Submitted:

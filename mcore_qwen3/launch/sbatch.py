@@ -27,6 +27,7 @@ class Payload:
         tracker: of a training run, the file in its save folder that names the newest checkpoint; None for other commands,
             which have nothing to continue.
         stop_code: exit code of a training run that a signal has stopped, and that has saved.
+        reads_nnodes: the command reads NNODES and NODE_RANK, and not what SLURM says.
     """
 
     words: Sequence[str]
@@ -34,6 +35,7 @@ class Payload:
     workdir: Path
     tracker: Path | None = None
     stop_code: int = 0
+    reads_nnodes: bool = False
 
 
 def sbatch_script(config: SubmitConfig, payload: Payload, name: str, folder: Path) -> str:
@@ -136,7 +138,7 @@ def _srun(config: SubmitConfig, payload: Payload) -> list[str]:
         words += [f"--container-image={job.container}", f"--container-workdir={payload.workdir}"]
         if slurm.container_mounts:
             words.append(f"--container-mounts={','.join(slurm.container_mounts)}")
-    if payload.tracker is None and job.nodes > 1:  # a conversion, which reads our variables alone
+    if payload.reads_nnodes:
         words += ["bash", "-c", 'NNODES=$SLURM_NNODES NODE_RANK=$SLURM_NODEID exec "$@"', "bash"]
     return words
 

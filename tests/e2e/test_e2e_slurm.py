@@ -85,16 +85,16 @@ def test_one_that_is_warned_and_requeued_ends_with_the_same_bits(
     """First the warning before the time limit, which the script answers; then SLURM's own requeue, as pre-emption does."""
     save = queue.site.folder / "broken"
     job, log = queue.submit(small_vocabulary_moe, chat_rows, "broken")
-    stops = []
     for number, words in enumerate((["scancel", "--batch", "--signal=USR1"], ["scontrol", "requeue"]), start=1):
         wait_for_steps(save, log, start=number, steps=3)
         queue.cluster.call(*words, str(job))
         queue.wait_for(job, log, Restarts=str(number))
-        stops.append(int((save / "latest_checkpointed_iteration.txt").read_text()))
     queue.wait_for(job, log, JobState="COMPLETED")
     said = log.read_text()
-    assert [restored for restored, _ in starts(save)] == [0, *stops] and 3 <= stops[0] < stops[1] < STEPS
-    assert "stopped by SIGUSR1 after step" in said and "stopped by SIGTERM after step" in said
+    first, warned, requeued = (restored for restored, _ in starts(save))
+    assert first == 0 and 3 <= warned <= requeued - 3 and requeued < STEPS
+    for name, step in (("SIGUSR1", warned), ("SIGTERM", requeued)):
+        assert f"stopped by {name} after step {step};" in said
     assert said.count(": queued again") == 1  # the second time SLURM did it
     assert_same_end(save, unbroken[2])
 
@@ -123,3 +123,20 @@ def test_words_and_folders_with_every_sign_arrive_as_they_are(
     queue.wait_for(job, log, JobState="COMPLETED")
     assert "160 rows" in log.read_text()
     assert not list(place.folder.rglob("planted"))
+
+
+def test_the_doctor_looks_at_all_ranks_of_a_job(queue: Queue) -> None:
+    words = "submit --nodes 2 --gpus_per_node 0 --nproc_per_node 2 --output doctor.job doctor --device cpu --disk_mib 1"
+    done = queue.site.run(*words.split(), "--save", "of/doctor", **queue.environ)
+    assert done.returncode == 0, done.stderr + done.stdout
+    job = int(re.search(r"^submitted: job (\d+)$", done.stdout, re.MULTILINE)[1])
+    log = queue.site.folder / "doctor.job" / f"slurm-{job}.out"
+    wait_until(
+        lambda: queue.cluster.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), lambda: log.read_text()
+    )
+    said = log.read_text()
+    assert "4 joined" in said and "gloo: sums, gathers and broadcasts are right" in said, said
+    assert re.search(r"ok +save +all ranks share", said), said
+    assert not re.search(r"^  FAILS  (?! +(megatron|convert) )", said, re.MULTILINE), said
+    found = "FAILS" in said  # the machine of the test may have another convert first on its PATH
+    assert queue.cluster.job(job)["ExitCode"] == ("2:0" if found else "0:0")

@@ -201,24 +201,34 @@ def test_packages_of_a_gpu_run_that_cannot_be_imported(tmp_path: Path, monkeypat
 
 def rank(**changes: Any) -> dict[str, Any]:
     """What a rank says of itself."""
-    same = {"torch": "2.13.0", "GPU": "H100", **changes.pop("same", {})}
-    said = {"host": "a", "node": "0", "gpus_by_driver": 8, "device": "cuda", "broken": [], "same": same}
-    return said | changes
+    code = {"torch": "2.13.0"} | changes.pop("code", {})
+    return {"place": "node 0 on a", "gpus_by_driver": 8, "gpu": "H100", "broken": [], "code": code} | changes
 
 
 @pytest.mark.parametrize(
-    ("other", "levels"),
+    ("other", "levels", "text"),
     [
-        ({}, []),
-        ({"same": {"torch": "2.12.0"}}, ["FAILS"]),
-        ({"same": {"GPU": "A100"}}, ["note"]),
-        ({"device": "cpu"}, ["FAILS"]),
-        ({"broken": ["transformer_engine.pytorch is installed and cannot be imported"]}, ["FAILS"]),
+        ({}, [], "2 joined"),
+        ({"code": {"torch": "2.12.0"}}, ["FAILS"], "2.12.0"),
+        ({"gpu": "A100"}, ["note"], "A100"),
+        ({"gpu": "none"}, ["FAILS", "note"], "slowest"),
+        ({"gpu": "none", "gpus_by_driver": 0}, ["note"], "slowest"),
+        ({"broken": ["transformer_engine.pytorch is installed and cannot be imported"]}, ["FAILS"], "rank 1, node 1"),
     ],
 )
-def test_what_differs_between_ranks(other: dict[str, Any], levels: list[str]) -> None:
+def test_what_differs_between_ranks(other: dict[str, Any], levels: list[str], text: str) -> None:
     from mcore_qwen3.cli.doctor_rank import compare
 
-    found: list[Finding] = compare([rank(), rank(host="b", node="1", **other)])
-    assert found[0].text.splitlines() == ["2 joined", "node 0 on a: ranks 0-0", "node 1 on b: ranks 1-1"]
-    assert [each.level for each in found[1:]] == levels
+    found: list[Finding] = compare([rank(), rank(place="node 1 on b", **other)])
+    assert found[0].text.splitlines() == ["2 joined", "node 0 on a: 1 ranks from 0", "node 1 on b: 1 ranks from 1"]
+    assert [each.level for each in found[1:]] == levels and text in found[-1].text
+
+
+def test_a_node_that_does_not_come_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = str(probe.getsockname()[1])
+    for name, value in {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    code, screen = run("--meeting_seconds", "1")
+    assert (code, failed(screen)) == (2, ["nodes"]), screen

@@ -208,19 +208,18 @@ def test_a_container_is_srun_s(place: Path) -> None:
     assert json.loads((place / "srun.json").read_text())[1] == "8"
 
 
-def test_a_conversion_on_several_nodes_is_told_which_it_is_on(place: Path) -> None:
-    script = sbatch_script(
-        settings("--gpus_per_node", "0", "--nodes", "2"), payload(place, "a b", training=False), "j", place
-    )
+def test_a_command_that_reads_nnodes_is_told_which_node_it_is_on(place: Path) -> None:
+    told = Payload(words=["python"], variables=["PATH"], workdir=place, reads_nnodes=True)
+    script = sbatch_script(settings("--gpus_per_node", "0", "--nodes", "2"), told, "job", place)
     start(place, script).wait(20)
     (words,) = calls(place, "srun")
     command = words[words.index("bash") :]
-    command[command.index("python")] = sys.executable
-    command[-1:] = ["-c", "import os; print(os.environ['NNODES'], os.environ['NODE_RANK'])"]
-    told = subprocess.run(
+    assert command.pop() == "python"
+    command += [sys.executable, "-c", "import os; print(os.environ['NNODES'], os.environ['NODE_RANK'])"]
+    said = subprocess.run(
         command, env={**os.environ, "SLURM_NNODES": "2", "SLURM_NODEID": "1"}, capture_output=True, text=True
     )
-    assert told.stdout == "2 1\n"
+    assert said.stdout == "2 1\n"
 
 
 def test_dlc_gets_every_word_and_values_only_when_it_runs(place: Path) -> None:
