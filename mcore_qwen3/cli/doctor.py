@@ -33,6 +33,7 @@ from mcore_qwen3.launch import (
 from mcore_qwen3.launch import run as run_ranks
 
 EXIT_WILL_FAIL = 2
+EXIT_RANKS_FOUND = 3  # of a rank, which has printed what would make a run fail
 _GRACE_SECONDS = 5.0
 
 
@@ -93,10 +94,14 @@ def _ranks(argv: list[str], config: DoctorConfig, plan: LaunchPlan) -> int:
     gpus = () if config.patient.device == "cpu" else visible_gpus(os.environ)
     try:
         company = check_in(plan, {}, gpus, seconds)
-        return _start_ranks(argv, plan, company, seconds)
+        code = _start_ranks(argv, plan, company, seconds)
     except LaunchError as error:
         print("\n".join(fails("nodes", str(error)).lines()), flush=True)
         return EXIT_WILL_FAIL
+    if code not in (0, EXIT_RANKS_FOUND):
+        text = f"they ended with exit code {code}; the launcher's last lines say why"
+        print("\n".join(fails("ranks", text).lines()), flush=True)
+    return code
 
 
 def _start_ranks(argv: list[str], plan: LaunchPlan, company: Company, seconds: float) -> int:

@@ -111,9 +111,9 @@ def check_requirements(required: Sequence[str]) -> list[Finding]:
 
 
 def can_start_ranks(findings: Sequence[Finding]) -> bool:
-    """Whether ranks can be started and could meet: they need torch and a network."""
-    without_network = any(each.level == "FAILS" and each.topic == "network" for each in findings)
-    return importlib.util.find_spec("torch") is not None and not without_network
+    """Whether ranks can be started and could meet: they need torch, the device, and a way to node 0."""
+    hopeless = any(each.level == "FAILS" and each.topic in ("network", "GPUs") for each in findings)
+    return importlib.util.find_spec("torch") is not None and not hopeless
 
 
 def gpus(device: str, environ: Mapping[str, str]) -> list[Finding]:

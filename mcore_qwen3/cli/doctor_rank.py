@@ -14,15 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mcore_qwen3.cli.doctor import EXIT_RANKS_FOUND
 from mcore_qwen3.cli.doctor_checks import Finding, fails, nearest_folder, note, ok
 from mcore_qwen3.cli.shared_folder import check_shared_folder
 from mcore_qwen3.config import DoctorConfig
 from mcore_qwen3.errors import ConfigError
 from mcore_qwen3.launch import code_facts, count_gpus, on_stop_request, rank_main, table_of_differences
-from mcore_qwen3.runtime.device import Device, choose_device, synchronize
+from mcore_qwen3.runtime.device import Device, choose_device, device_name, synchronize
 from mcore_qwen3.runtime.groups import start_process_group, stop_process_group
 
-EXIT_WILL_FAIL = 2
 _MEASURED_BYTES = {"gloo": 16 * 2**20, "nccl": 256 * 2**20}
 _ROUNDS = 5
 
@@ -41,12 +41,12 @@ def _run(config: DoctorConfig) -> int:
     if dist.get_rank() == 0:
         print("\n".join(["all ranks together", *(line for each in findings for line in each.lines())]), flush=True)
     stop_process_group()
-    return EXIT_WILL_FAIL if any(each.level == "FAILS" for each in findings) else 0
+    return EXIT_RANKS_FOUND if any(each.level == "FAILS" for each in findings) else 0
 
 
 def _give_up(signum: int) -> None:
     """The parent's time is over; a rank that waits in a collective cannot be asked to stop in order."""
-    os._exit(EXIT_WILL_FAIL)
+    os._exit(1)
 
 
 def gathered(mine: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -63,7 +63,7 @@ def about_this_rank(device: Device) -> dict[str, Any]:
         "place": f"node {os.environ.get('GROUP_RANK', '0')} on {socket.gethostname()}",
         "gpus_by_driver": count_gpus(os.environ),
         "broken": broken_accelerators() if device.is_cuda and first else [],
-        "gpu": torch.cuda.get_device_name(device.index) if device.is_cuda else "none",
+        "gpu": device_name(device),
         "code": code_facts() | {"CUDA of torch": str(torch.version.cuda)},
     }
 

@@ -129,7 +129,12 @@ def _sbatch(script: str, options: Sequence[str]) -> str:
             seen="no sbatch",
             fix="run it where jobs are submitted, or --dry_run true to write the script alone",
         )
-    done = subprocess.run(["sbatch", *options], input=script, capture_output=True, text=True, timeout=_SBATCH_SECONDS)
+    words = ["sbatch", *options]
+    try:
+        done = subprocess.run(words, input=script, capture_output=True, text=True, timeout=_SBATCH_SECONDS)
+    except subprocess.TimeoutExpired:
+        seen = f"no answer to {shlex.join(words)} within {_SBATCH_SECONDS} s"
+        raise LaunchError("sbatch answers", seen=seen, fix="look whether the job is there: squeue --me") from None
     if done.returncode != 0:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
         raise LaunchError("sbatch takes the job", seen=said, fix="the flags that its message names")
@@ -143,7 +148,8 @@ def _stronger_settings(config: SubmitConfig, environ: Mapping[str, str]) -> list
 
 
 def _submit_to_slurm(script: str, folder: Path) -> int:
-    job, _, cluster = _sbatch(script, ["--parsable"]).strip().partition(";")
+    # Plug-ins of a cluster may print lines of their own before it.
+    job, _, cluster = _sbatch(script, ["--parsable"]).strip().splitlines()[-1].partition(";")
     log = folder / LOG_NAME.replace("%j", job)
     on = f" --clusters={cluster}" if cluster else ""
     lines = [

@@ -70,8 +70,11 @@ def test_all_is_well(run: Run, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["bin"]  # nothing is left, and no save folder was made
 
 
-def test_what_the_ranks_find_counts(run: Run) -> None:
-    assert run(ranks=2)[0] == 2 and run(ranks=1)[0] == 2
+@pytest.mark.parametrize(("ranks", "topics"), [(doctor.EXIT_RANKS_FOUND, []), (1, ["ranks"]), (2, ["ranks"])])
+def test_what_the_ranks_find_counts(run: Run, ranks: int, topics: list[str]) -> None:
+    """They print what they find; how they ended otherwise is said for them."""
+    code, screen = run(ranks=ranks)
+    assert (code, failed(screen)) == (2, topics)
 
 
 @pytest.mark.parametrize(

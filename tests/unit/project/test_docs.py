@@ -19,10 +19,12 @@ PAGES = [
     "docs/convert.md",
     "docs/layouts.md",
     "docs/data.md",
+    "docs/doctor.md",
     "docs/guards.md",
     "docs/differences-from-ms-swift.md",
     "docs/numbers.md",
     "docs/planner.md",
+    "docs/slurm.md",
     "docs/stops-and-restarts.md",
 ]
 DIFFERENCES = "docs/differences-from-ms-swift.md"
