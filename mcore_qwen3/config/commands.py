@@ -47,7 +47,13 @@ DOCTOR = Command(
     aliases={},
     check=lambda config: None,  # what cannot run is what it finds
 )
-SUBMIT = Command(program="megatron submit", root=SubmitConfig, aliases={}, check=check_submit)
+SUBMIT = Command(
+    program="megatron submit",
+    root=SubmitConfig,
+    aliases={},
+    check=check_submit,
+    then=" COMMAND [its own --flag value ...]",
+)
 TRAINING = ("sft", "pt")
 _OTHERS: dict[tuple[str, ...], Command[Any]] = {
     ("data",): DATA,
