@@ -122,6 +122,9 @@ def _training(words: list[str], parsed: ParsedRun, config: SubmitConfig, environ
         # dry_run: this machine may have no such device
         planned = replace(parsed, config=with_values(run, {**settled, "dry_run": True}))
         resolved = resolve(planned, config.job.nodes * ranks_per_node(config), environ)
+        if resolved.finished:
+            seen = f"{resolved.resume and resolved.resume.directory} has all of its steps"
+            raise ConfigError("a job has steps to make", seen=seen, fix="a larger --train_iters, or another --save")
         check_entries((*resolved.config.data.dataset, *resolved.config.data.val_dataset))
         filled, notes = with_values(resolved.config, {"dry_run": False}), resolved.notes
     return Submitted(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,16 @@ def test_the_layout_is_checked_for_the_ranks_of_the_job(sft: list[str], capsys: 
     few = ["--nodes", "2", "--gpus_per_node", "0", "--nproc_per_node", "2", "--dry_run", "true"]
     assert main(["submit", *few, *sft]) == 2
     assert "4" in capsys.readouterr().err
+
+
+def test_a_run_that_is_complete_is_not_queued(
+    sft: list[str], tmp_path: Path, write_checkpoint: Callable[..., Path], capsys: Text
+) -> None:
+    write_checkpoint(tmp_path / "megatron_output" / "tiny-moe", 10)
+    assert main(["submit", *ASKED, *sft]) == 2
+    assert "iter_0000010 has all of its steps" in capsys.readouterr().err and written(tmp_path) == []
+    sft[sft.index("10")] = "11"
+    assert main(["submit", *ASKED, *sft]) == 0
 
 
 def test_in_a_container_what_is_not_here_is_checked_by_its_flags(
