@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from mcore_qwen3.cli import doctor_checks as checks
-from mcore_qwen3.cli.doctor_checks import Finding, fails, ok
+from mcore_qwen3.cli.doctor_checks import Finding, fails, note, ok
 from mcore_qwen3.config import DOCTOR, DoctorConfig, parse_command
 from mcore_qwen3.errors import LaunchError
 from mcore_qwen3.launch import (
@@ -81,7 +81,7 @@ def _launch(config: DoctorConfig) -> tuple[LaunchPlan | None, list[Finding]]:
         plan = resolve_environment(os.environ, gpus=gpus, platform=config.patient.platform)
     except LaunchError as error:
         return None, [fails("launch", str(error))]
-    found = [ok("launch", "\n".join(plan.table()))]
+    found = [ok("launch", "\n".join(plan.table())), *(note("launch", text) for text in plan.notes)]
     if plan.world_size == 1 and on_cpu:
         plan = replace(plan, nproc_per_node=2)
         found.append(ok("launch", "one rank; here two are started, so that something is sent"))

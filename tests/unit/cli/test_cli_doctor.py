@@ -100,6 +100,12 @@ def test_what_fails(
     assert (code, failed(screen)) == (2, [topic]), screen
 
 
+def test_a_variable_that_does_nothing_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("nproc_per_node", "2")
+    code, screen = run()
+    assert code == 0 and "  note     launch              nproc_per_node in lower case has no effect" in screen
+
+
 def test_a_busy_port_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as busy:
         busy.bind(("", 0))
