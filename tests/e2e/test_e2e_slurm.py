@@ -14,7 +14,7 @@ from kill_campaign import assert_same_end, starts
 
 pytestmark = pytest.mark.timeout(900)
 
-STEPS = 24
+STEPS = 40  # enough to be interrupted twice on a fast machine
 NASTY = 'it\'s $(touch planted) "a" %j\n `id`'  # quotes, a command, a pattern of sbatch's, a new line
 
 
@@ -126,7 +126,7 @@ def test_words_and_folders_with_every_sign_arrive_as_they_are(
 
 
 def test_the_doctor_looks_at_all_ranks_of_a_job(queue: Queue) -> None:
-    words = "submit --nodes 2 --gpus_per_node 0 --nproc_per_node 2 --output doctor.job doctor --device cpu --disk_mib 1"
+    words = "submit --nodes 2 --gpus_per_node 0 --output doctor.job doctor --device cpu --disk_mib 1"
     done = queue.site.run(*words.split(), "--save", "of/doctor", **queue.environ)
     assert done.returncode == 0, done.stderr + done.stdout
     job = int(re.search(r"^submitted: job (\d+)$", done.stdout, re.MULTILINE)[1])
@@ -135,7 +135,7 @@ def test_the_doctor_looks_at_all_ranks_of_a_job(queue: Queue) -> None:
         lambda: queue.cluster.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), lambda: log.read_text()
     )
     said = log.read_text()
-    assert "4 joined" in said and "gloo: sums, gathers and broadcasts are right" in said, said
+    assert "2 joined" in said and "gloo: sums, gathers and broadcasts are right" in said, said
     assert re.search(r"ok +save +all ranks share", said), said
     assert not re.search(r"^  FAILS  (?! +(megatron|convert) )", said, re.MULTILINE), said
     found = "FAILS" in said  # the machine of the test may have another convert first on its PATH
