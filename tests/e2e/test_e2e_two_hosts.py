@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,6 +91,25 @@ def test_b89_two_hosts_that_both_take_themselves_for_node_0(
         assert "seen: two launchers have node rank 0: one on host-" in job.last_line
         assert "host-a" in job.last_line and "host-b" in job.last_line
     assert not (site.folder / "twins").exists()
+
+
+def test_torchrun_by_hand(site: Site, hosts: tuple[Host, Host], small_vocabulary_moe: Path, chat_rows: Path) -> None:
+    """The ranks of another's torchrun; gloo has to be told its way, as no launcher of ours is there to do it."""
+    words = f"""sft --load {small_vocabulary_moe} --dataset {chat_rows} --max_length 128 --global_batch_size 4
+        --save torchrun --num_workers 1 --train_iters 2 --eval_iters 0 --max_restarts 1"""
+    jobs = []
+    for rank, host in enumerate(hosts):
+        options = (
+            f"--nnodes 2 --node_rank {rank} --nproc_per_node 1 --master_addr {hosts[0].address} --master_port 29500"
+        )
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *options.split(), "--no-python"]
+        jobs.append(site.start(*words.split(), prefix=[*host.prefix, *torchrun], GLOO_SOCKET_IFNAME="wire"))
+    for job in jobs:
+        assert job.end() == 0, job.screen
+        job.assert_nothing_left()
+    assert "2 ranks joined: rank 0 on host-a, rank 1 on host-b" in jobs[0].screen
+    assert "--max_restarts has no effect in this run" in jobs[0].screen
+    assert [record["iteration"] for record in steps_of(site.folder / "torchrun")] == [1, 2]
 
 
 def test_b95_help_plan_and_conversion_without_network_and_gpu(site: Site, small_vocabulary_moe: Path) -> None:
