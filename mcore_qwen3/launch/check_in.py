@@ -80,7 +80,7 @@ def check_in(plan: LaunchPlan, facts: Mapping[str, str], gpus: tuple[str, ...], 
     if answer.refusal is not None:
         raise LaunchError(
             "the launchers of all nodes must meet and agree before the job starts",
-            seen=answer.refusal,
+            seen=answer.refusal + ("\n" if "\n" in answer.refusal else ""),  # a table ends with its line
             fix="on each node the same command, code and packages, its own NODE_RANK (0 to NNODES-1), and a MASTER_ADDR and "
             "MASTER_PORT that lead to node 0",
         )

@@ -108,7 +108,7 @@ def resolve_environment(environ: Mapping[str, str], *, gpus: int | None, platfor
             f"platform {name} gives the number of nodes in {variable}", seen=f"{variable} is not set", fix=fix
         )
     sources = {"platform": why, "nnodes": nnodes[1], "nproc_per_node": nproc[1]}
-    node_rank, sources["node_rank"] = _node_rank(own, theirs, nnodes)
+    node_rank, sources["node_rank"] = _node_rank(own, theirs, nnodes, name)
     _check_world_size(environ, platform, nnodes, node_rank, nproc)
     address, sources["master_addr"] = _master_addr(own, theirs, nnodes, name)
     port, sources["master_port"] = _master_port(own, theirs, nnodes[0])
@@ -239,11 +239,11 @@ def _nproc(own: Readings, theirs: Readings, gpus: int | None) -> tuple[int, str]
     )
 
 
-def _node_rank(own: Readings, theirs: Readings, nnodes: tuple[int, str]) -> tuple[int, str]:
+def _node_rank(own: Readings, theirs: Readings, nnodes: tuple[int, str], platform: str) -> tuple[int, str]:
     said = "NNODES is not set, so there is one node" if nnodes[1] == _DEFAULT else f"{nnodes[1]}={nnodes[0]}"
     found = _agreed("node_rank", own, theirs, 0, nnodes[0] - 1, f", {said}")
     if found is None and nnodes[0] > 1:
-        raise _needed("NODE_RANK", nnodes)
+        raise _needed("node_rank", nnodes, platform)
     return found or (0, _DEFAULT)
 
 
@@ -253,16 +253,18 @@ def _master_addr(own: Readings, theirs: Readings, nnodes: tuple[int, str], platf
     if nnodes[0] == 1:
         return "127.0.0.1", _DEFAULT
     if "master_addr" not in theirs:
-        raise _needed("MASTER_ADDR", nnodes)
+        raise _needed("master_addr", nnodes, platform)
     host, source = theirs["master_addr"]
     address = reachable(host)
     return address, source if address == host else f"{source}, {host}: its NodeAddr"
 
 
-def _needed(name: str, nnodes: tuple[int, str]) -> LaunchError:
+def _needed(field: str, nnodes: tuple[int, str], platform: str) -> LaunchError:
+    theirs = {("node_rank", "dlc"): "RANK", ("node_rank", "slurm"): "SLURM_NODEID"}.get((field, platform))
+    name = field.upper()
     return LaunchError(
         f"a job of several nodes needs {name} on each node, else every node would train alone",
-        seen=f"{nnodes[1]}={nnodes[0]}, {name} is not set",
+        seen=f"{nnodes[1]}={nnodes[0]}, {f'{name} and {theirs} are' if theirs else f'{name} is'} not set",
         fix="set NODE_RANK=0..NNODES-1 and, the same on all nodes, MASTER_ADDR=<host of node 0>",
     )
 

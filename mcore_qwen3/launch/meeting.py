@@ -38,7 +38,7 @@ class Word:
 
     Attributes:
         node: its index.
-        stage: which meeting it has come to, such as "restart 1".
+        stage: which meeting it has come to, such as "start of the job".
         goes_on: whether it goes on from there.
         reason: why not, or why its ranks have ended, in some hundred letters at most.
         facts: what has to be the same on all nodes, by name.

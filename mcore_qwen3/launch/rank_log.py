@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from mcore_qwen3.errors import ConfigError
 
-_open: list[Path] = []  # the file of this rank, once there is one
+_TEE_SECONDS = 1.0  # to write what it has got
+_open: list[tuple[Path, subprocess.Popen[bytes] | None]] = []  # the file of this rank and its tee, once there are
 
 
 def log_to(folder: Path, rank: int, start: int) -> None:
@@ -35,21 +38,36 @@ def log_to(folder: Path, rank: int, start: int) -> None:
             log.write(f"---- rank {rank} on {socket.gethostname()}, pid {os.getpid()}, start {start}, {began}\n")
     except OSError as error:
         raise ConfigError("--log_dir must be a folder that every rank can write to", seen=error) from error
-    _open[:] = [file]
+    tee = None
     if rank == 0:
         tee = subprocess.Popen(["tee", "-a", str(file)], stdin=subprocess.PIPE)
         assert tee.stdin is not None
-        target = os.dup(tee.stdin.fileno())
+        _print_to(tee.stdin.fileno())
         tee.stdin.close()
     else:
-        target = os.open(file, os.O_WRONLY | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(target, stream)
-    os.close(target)
+        _print_to_end_of(file)
+    _open[:] = [(file, tee)]
 
 
 def note_error(text: str) -> None:
     """The error that ends this rank, into its log alone: the launcher shows the first one of all ranks on the screen."""
-    for file in _open:
+    for file, tee in _open:
+        _print_to_end_of(file)
+        if tee is not None:  # what was printed before comes before
+            with suppress(subprocess.TimeoutExpired):
+                tee.wait(_TEE_SECONDS)
         with file.open("a", encoding="utf-8") as log:
             log.write(text.rstrip() + "\n")
+
+
+def _print_to_end_of(file: Path) -> None:
+    target = os.open(file, os.O_WRONLY | os.O_APPEND)
+    _print_to(target)
+    os.close(target)
+
+
+def _print_to(target: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for stream in (1, 2):
+        os.dup2(target, stream)

@@ -110,7 +110,7 @@ def _all_nodes_go_on(
         return goes_on, ""
     seconds = limits.meeting_seconds if goes_on else min(limits.meeting_seconds, NOTICE_SECONDS)
     say(f"meeting the other nodes, for up to {seconds:g} s: {outcome.reason}")
-    mine = Word(plan.node_rank, f"restart {number}", goes_on, _short(outcome.reason))
+    mine = Word(plan.node_rank, f"meeting after start {number} of the ranks", goes_on, _short(outcome.reason))
     answer = meet(plan, mine, seconds, lambda: signals.pending, company.hosts)
     for name, reason in answer.reasons.items():
         say(f"{name}: {reason}")

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -350,3 +352,22 @@ def test_nodes_start_their_ranks_again_together(start: Callable[..., Job], tmp_p
         assert "restart 1 of 1" in job.screen and not job.running()
     assert "RuntimeError: connection closed by peer" in jobs[0].screen
     assert "RuntimeError: failure 1" in jobs[1].screen
+
+
+def test_b90_two_jobs_of_one_machine_where_torchs_own_port_is_taken(start: Callable[..., Job], tmp_path: Path) -> None:
+    """Nothing is set, so each takes a free port."""
+    folders = [tmp_path / "one", tmp_path / "other"]
+    with socket.socket() as listener:
+        with suppress(OSError):  # someone else's is as good
+            listener.bind(("", 29500))
+            listener.listen(1)
+        for folder in folders:
+            folder.mkdir()
+        jobs = [start("wait", folder=folder) for folder in folders]
+        for job in jobs:
+            job.wait_for("pid")
+        for job in jobs:
+            job.process.send_signal(signal.SIGTERM)
+        assert [job.end() for job in jobs] == [0, 0], jobs[0].screen + jobs[1].screen
+    ports = [job.screen.split("--master_port ")[1].split()[0] for job in jobs]
+    assert len({*ports, "29500"}) == 3
