@@ -58,7 +58,9 @@ class LaunchPlan:
     def table(self) -> list[str]:
         """The expected ranks, then a line for each value with its source."""
         ranks = self.node_ranks
-        head = f"{self.world_size} ranks expected; this is node {self.node_rank} with ranks {ranks[0]}-{ranks[-1]}"
+        mine = f"ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
+        expected = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        head = f"{expected} expected; this is node {self.node_rank} with {mine}"
         names = ("platform", *(name.lower() for name in VARIABLES))
         width = max(len(str(getattr(self, name))) for name in names)
         return [
