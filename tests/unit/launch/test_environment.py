@@ -113,6 +113,11 @@ def test_gpus_that_the_platform_gives_and_nobody_sees() -> None:
     environ = {**DLC, "NPROC_PER_NODE": "", "KUBERNETES_CONTAINER_RESOURCE_GPU": "8"}
     assert "RESOURCE_GPU=8, 0 by CUDA_VISIBLE_DEVICES" in refusal(gpus=0, **environ)
     assert resolve(gpus=None, **environ).nproc_per_node == 1  # --device cpu
+    one = environ | {"WORLD_SIZE": "1", "RANK": "0"}
+    assert "RESOURCE_GPU=8, 0 by CUDA_VISIBLE_DEVICES" in refusal(gpus=0, **one)
+    assert resolve(gpus=8, **one).sources["nproc_per_node"] == "GPUs seen, as KUBERNETES_CONTAINER_RESOURCE_GPU says"
+    none = resolve(gpus=0, **(one | {"KUBERNETES_CONTAINER_RESOURCE_GPU": "0"}))
+    assert (none.nproc_per_node, none.sources["nproc_per_node"]) == (1, "by default, on CPU")
 
 
 @pytest.mark.parametrize(("world_size", "rank"), [("16", "8"), ("2", "1"), ("16", "1")])
