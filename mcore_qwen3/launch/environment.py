@@ -173,9 +173,10 @@ def _find_platform(environ: Mapping[str, str], asked: str) -> tuple[str, str]:
     if _given(environ, "SLURM_JOB_ID"):
         return "slurm", "SLURM_JOB_ID is set"
     if world_size := _given(environ, "WORLD_SIZE"):
-        if mark := _sign_of_dlc(environ):
+        mark, nnodes = _sign_of_dlc(environ), _given(environ, "NNODES")
+        if mark and nnodes in ("", world_size):
             return "dlc", f"WORLD_SIZE beside {mark}"
-        if world_size != "1" and not _given(environ, "NNODES"):  # one is one in both ways
+        if world_size != "1" and not nnodes:  # one is one in both ways
             raise LaunchError(
                 "WORLD_SIZE alone can be read in two ways: number of nodes (PAI-DLC) or of processes (torchrun)",
                 seen=f"WORLD_SIZE={environ['WORLD_SIZE']}, RANK={environ.get('RANK', 'not set')}, NNODES is not set",
