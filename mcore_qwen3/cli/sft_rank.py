@@ -142,6 +142,11 @@ def _idle_limits(config: RunConfig) -> list[str]:
     """What a rank that someone started by hand cannot do: there is no supervisor to do it."""
     if SUPERVISED in os.environ:
         return []
-    values = {"max_restarts": config.launch.max_restarts, "step_timeout": config.launch.step_timeout}
+    launch = config.launch
+    values = {
+        "max_restarts": launch.max_restarts,
+        "step_timeout": launch.step_timeout,
+        "platform": launch.platform != "auto",
+    }
     because = "the ranks were started without megatron's own launcher"
     return [f"--{name} has no effect in this run: {because}" for name, value in values.items() if value]

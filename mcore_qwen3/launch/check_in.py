@@ -15,7 +15,7 @@ from mcore_qwen3.errors import LaunchError
 from mcore_qwen3.launch.attempt import say
 from mcore_qwen3.launch.environment import LaunchPlan
 from mcore_qwen3.launch.meeting import Word, meet
-from mcore_qwen3.launch.network import interface_of
+from mcore_qwen3.launch.network import interface_of, is_own
 
 _PATIENCE = 5.0  # seconds of silence before the user is told what is waited for
 NOTICE_SECONDS = 30.0  # for a node that ends, to tell the others
@@ -88,9 +88,12 @@ def check_in(plan: LaunchPlan, facts: Mapping[str, str], gpus: tuple[str, ...], 
 
 
 def _waiting_line(plan: LaunchPlan, seconds: float) -> str:
-    where = f"{plan.master_addr}:{plan.master_port}"
-    whom = f"the other {plan.nnodes - 1} node(s) to come to {where}" if plan.node_rank == 0 else f"node 0 at {where}"
-    return f"node {plan.node_rank} on {socket.gethostname()} waits for {whom}, for up to {seconds:g} s"
+    where, own = f"{plan.master_addr}:{plan.master_port}", is_own(plan.master_addr)
+    whom, hint = f"node 0 at {where}", ", which is this machine: should it be node 0?" if own else ""
+    if plan.node_rank == 0:
+        whom = f"the other nodes ({plan.nnodes - 1}) to come to {where}"
+        hint = "" if own else ", which is no address of this machine: should it be node 0?"
+    return f"node {plan.node_rank} on {socket.gethostname()} waits up to {seconds:g} s for {whom}{hint}"
 
 
 def ready(plan: LaunchPlan, company: Company, seconds: float, cancelled: Callable[[], bool]) -> None:

@@ -58,7 +58,9 @@ class LaunchPlan:
     def table(self) -> list[str]:
         """The expected ranks, then a line for each value with its source."""
         ranks = self.node_ranks
-        head = f"{self.world_size} ranks expected; this is node {self.node_rank} with ranks {ranks[0]}-{ranks[-1]}"
+        mine = f"ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
+        expected = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        head = f"{expected} expected; this is node {self.node_rank} with {mine}"
         names = ("platform", *(name.lower() for name in VARIABLES))
         width = max(len(str(getattr(self, name))) for name in names)
         return [
@@ -170,10 +172,11 @@ def _find_platform(environ: Mapping[str, str], asked: str) -> tuple[str, str]:
         return asked, "--platform"
     if _given(environ, "SLURM_JOB_ID"):
         return "slurm", "SLURM_JOB_ID is set"
-    if _given(environ, "WORLD_SIZE") not in ("", "1"):
-        if mark := _sign_of_dlc(environ):
+    if world_size := _given(environ, "WORLD_SIZE"):
+        mark, nnodes = _sign_of_dlc(environ), _given(environ, "NNODES")
+        if mark and nnodes in ("", world_size):
             return "dlc", f"WORLD_SIZE beside {mark}"
-        if not _given(environ, "NNODES"):
+        if world_size != "1" and not nnodes:  # one is one in both ways
             raise LaunchError(
                 "WORLD_SIZE alone can be read in two ways: number of nodes (PAI-DLC) or of processes (torchrun)",
                 seen=f"WORLD_SIZE={environ['WORLD_SIZE']}, RANK={environ.get('RANK', 'not set')}, NNODES is not set",
@@ -225,18 +228,17 @@ def _sizes(own: Readings, theirs: Readings, gpus: int | None) -> tuple[tuple[int
 def _nproc(own: Readings, theirs: Readings, gpus: int | None) -> tuple[int, str]:
     if "nproc_per_node" in own:
         return _whole_number(own["nproc_per_node"], 1, None), own["nproc_per_node"][1]
-    if gpus is None or (gpus == 0 and "nproc_per_node" not in theirs):
-        return 1, f"{_DEFAULT}, on CPU"
-    if "nproc_per_node" in theirs and (told := _whole_number(theirs["nproc_per_node"], 0, None)) != gpus:
-        name = theirs["nproc_per_node"][1]
+    cpu = (1, f"{_DEFAULT}, on CPU")
+    if gpus is None:
+        return cpu
+    told = theirs.get("nproc_per_node")
+    if told is not None and _whole_number(told, 0, None) != gpus:
         raise LaunchError(
             "the GPUs that the platform gives must be those that are seen",
-            seen=f"{name}={told}, {gpus} by CUDA_VISIBLE_DEVICES and the machine's devices",
+            seen=f"{told[1]}={told[0]}, {gpus} by CUDA_VISIBLE_DEVICES and the machine's devices",
             fix="set NPROC_PER_NODE to the number to use, or --device cpu to use none",
         )
-    return max(1, gpus), "GPUs seen" + (
-        f", as {theirs['nproc_per_node'][1]} says" if "nproc_per_node" in theirs else ""
-    )
+    return (gpus, f"GPUs seen, as {told[1]} says" if told is not None else "GPUs seen") if gpus else cpu
 
 
 def _node_rank(own: Readings, theirs: Readings, nnodes: tuple[int, str], platform: str) -> tuple[int, str]:

@@ -19,7 +19,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from mcore_qwen3.launch.differences import table_of_differences
 from mcore_qwen3.launch.environment import LaunchPlan
@@ -142,7 +142,12 @@ class _Host:
             if self._refusal is None and len(self._words) < self._plan.nnodes:
                 self._refusal, self._missing = self._who_is_missing(), True
             self._answer_all()
-        return self._answer(self._mine)
+        answer = self._answer(self._mine)
+        if (
+            not self._mine.goes_on and len(self._words) < self._plan.nnodes
+        ):  # what this node itself said is no news to it
+            return replace(answer, refusal=self._who_is_missing(), missing=True)
+        return answer
 
     def _receive(self, guest: socket.socket, stack: ExitStack) -> None:
         word = _read_word(guest)

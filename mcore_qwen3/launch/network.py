@@ -1,4 +1,4 @@
-"""Which network interface has an address (Linux)."""
+"""Whose an address is: this machine's, and which of its network interfaces'."""
 
 from __future__ import annotations
 
@@ -24,3 +24,13 @@ def interface_of(address: str) -> str | None:
                 if fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)[20:24] == wanted:
                     return name
     return None
+
+
+def is_own(address: str) -> bool:
+    """Whether a host name or address leads to this machine itself: only then can a socket be bound to it."""
+    with suppress(OSError):
+        for family, kind, protocol, _, place in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(place)
+                return True
+    return False

@@ -68,7 +68,7 @@ def _refuse_wrong_tasks(environ: Mapping[str, str], found: Readings) -> None:
         raise LaunchError(
             "SLURM has to start one launcher a node, which starts the ranks itself",
             seen=", ".join([many, *where]),
-            fix=f"{ONE_A_NODE} with --gpus-per-node for the GPUs",
+            fix=f"{ONE_A_NODE} with --gpus-per-node for the GPUs; or --platform local where this is the only launcher",
         )
     alone = not in_step and found.get("node_rank", ("0", ""))[0] == "0"
     if several and alone and not environ.get("NODE_RANK", "").strip():

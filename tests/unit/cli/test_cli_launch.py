@@ -67,7 +67,7 @@ def test_b92_several_nodes_without_an_address_stop(
 
 def test_b93_the_first_line_says_how_many_ranks_are_expected(megatron: Megatron, moe_dir: Path) -> None:
     done = megatron("sft", "--load", moe_dir, "--dataset", "none.jsonl", "--train_iters", 2, nproc_per_node="8")
-    assert done.stdout.splitlines()[0] == "1 ranks expected; this is node 0 with ranks 0-0"
+    assert done.stdout.splitlines()[0] == "1 rank expected; this is node 0 with rank 0"
     assert "note: nproc_per_node in lower case has no effect; the variable is NPROC_PER_NODE" in done.stdout
 
 
@@ -113,7 +113,7 @@ def test_b89_both_nodes_are_node_0(two_launchers: Callable[..., list[str]]) -> N
 )
 def test_b89_mistakes_on_dlc(megatron: Megatron, words: list[object], changes: dict[str, str], part: str) -> None:
     done = megatron(*words, **(DLC | changes))
-    assert done.returncode == 2 and part in done.stderr and "ranks expected" not in done.stdout
+    assert done.returncode == 2 and part in done.stderr and "expected; this is node" not in done.stdout
 
 
 def test_a_node_that_cannot_start_its_ranks_tells_the_others(megatron: Megatron, moe_dir: Path) -> None:

@@ -97,10 +97,7 @@ DLC = {"WORLD_SIZE": "2", "RANK": "1", "NPROC_PER_NODE": "2", "MASTER_ADDR": "no
         ({"RANK": "2"}, "seen: RANK=2, WORLD_SIZE=2"),
         ({"LOCAL_RANK": "0"}, "one launcher a node starts all of the node's ranks; seen: LOCAL_RANK=0"),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "seen: OMPI_COMM_WORLD_LOCAL_SIZE=2"),
-        (
-            {"NNODES": "3", "NODE_RANK": "1"},
-            "nnodes must be the same by every variable that gives it; seen: NNODES=3 and ",
-        ),
+        ({"NNODES": "3", "NODE_RANK": "1"}, "seen: WORLD_SIZE=2, RANK=1; by NNODES 3 node(s), this one 1; 2 proc"),
         ({"NODE_RANK": "0"}, "seen: NODE_RANK=0 and RANK=1; change: unset the wrong one"),
         ({"NPROC_PER_NODE": "", "KUBERNETES_CONTAINER_RESOURCE_GPU": "8"}, "KUBERNETES_CONTAINER_RESOURCE_GPU=8, 3 by"),
     ],
@@ -109,10 +106,20 @@ def test_mistakes_on_dlc(changes: dict[str, str], part: str) -> None:
     assert part in refusal(**(DLC | changes))
 
 
+def test_b89_nodes_by_two_names_on_a_platform_that_was_named() -> None:
+    text = refusal(platform="dlc", **(DLC | {"NNODES": "3", "NODE_RANK": "1"}))
+    assert "nnodes must be the same by every variable that gives it; seen: NNODES=3 and WORLD_SIZE=2; " in text
+
+
 def test_gpus_that_the_platform_gives_and_nobody_sees() -> None:
     environ = {**DLC, "NPROC_PER_NODE": "", "KUBERNETES_CONTAINER_RESOURCE_GPU": "8"}
     assert "RESOURCE_GPU=8, 0 by CUDA_VISIBLE_DEVICES" in refusal(gpus=0, **environ)
     assert resolve(gpus=None, **environ).nproc_per_node == 1  # --device cpu
+    one = environ | {"WORLD_SIZE": "1", "RANK": "0"}
+    assert "RESOURCE_GPU=8, 0 by CUDA_VISIBLE_DEVICES" in refusal(gpus=0, **one)
+    assert resolve(gpus=8, **one).sources["nproc_per_node"] == "GPUs seen, as KUBERNETES_CONTAINER_RESOURCE_GPU says"
+    none = resolve(gpus=0, **(one | {"KUBERNETES_CONTAINER_RESOURCE_GPU": "0"}))
+    assert (none.nproc_per_node, none.sources["nproc_per_node"]) == (1, "by default, on CPU")
 
 
 @pytest.mark.parametrize(("world_size", "rank"), [("16", "8"), ("2", "1"), ("16", "1")])
@@ -121,6 +128,8 @@ def test_world_size_beside_our_own_may_count_processes_or_nodes(world_size: str,
     with_slurm = TWO_NODES | {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_STEP_ID": "0"}
     plan = resolve(WORLD_SIZE=world_size, RANK=rank, **with_slurm)
     assert (plan.platform, plan.world_size, plan.node_rank) == ("slurm", 16, 1)
+    plan = resolve(WORLD_SIZE=world_size, RANK=rank, **TWO_NODES)
+    assert (plan.platform, plan.world_size, plan.node_rank) == ("local" if world_size == "16" else "dlc", 16, 1)
 
 
 @pytest.mark.parametrize(("world_size", "rank"), [("4", "1"), ("2", "0")])

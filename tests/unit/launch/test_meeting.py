@@ -143,6 +143,11 @@ def test_a_node_that_does_not_come_is_named() -> None:
     assert answer.refusal == text
 
 
+def test_a_node_that_ends_itself_still_learns_who_did_not_come() -> None:
+    answer = meet(plan(0, 2, free_port()), word(0, goes_on=False, reason="mine"), 1, never, {"1": "gpu-8"})
+    assert (answer.refusal, answer.missing) == ("node 1 on gpu-8 did not come to the restart 1", True)
+
+
 def test_waiting_ends_when_the_user_wants_it() -> None:
     asked = time.monotonic() + 1
     for node in (0, 1):
