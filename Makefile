@@ -1,5 +1,5 @@
 # Every target sets up what it needs; a second call starts at once.
-.PHONY: help setup material quickstart test kill-test lint format gpu-check
+.PHONY: help setup setup-slurm material quickstart test kill-test lint format gpu-check
 .DEFAULT_GOAL := help
 
 PY := .venv/bin/python
@@ -12,12 +12,17 @@ help:
 	@echo "make format      let ruff rewrite the files"
 	@echo "make gpu-check   the tests that need a GPU; says so and ends well where there is none"
 	@echo "make setup       only build .venv (Python >= 3.12; PYTHON=... names one)"
+	@echo "make setup-slurm only install SLURM for its tests (part of make test; as root, with apt)"
 	@echo "make material    only fetch the tokenizer and the example rows into .material"
 
 setup: .venv/.setup-stamp
 .venv/.setup-stamp: pyproject.toml constraints.txt
 	@bash scripts/setup.sh
 	@touch $@
+
+# Packages of the machine, only as root and with apt; elsewhere it says which tests will skip.
+setup-slurm:
+	@bash scripts/setup_slurm.sh
 
 # Looks at every checksum (a tenth of a second) and fetches only what is missing.
 material: setup
@@ -29,7 +34,7 @@ quickstart: material
 # One thread a process: the tests run up to four ranks side by side. Two files at a time; those that take longest come first.
 TEST_WORKERS ?= 2
 test: export OMP_NUM_THREADS ?= 1
-test: material
+test: material setup-slurm
 	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 KILLS ?= 30

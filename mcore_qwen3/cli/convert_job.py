@@ -60,7 +60,10 @@ def node_numbers(environ: Mapping[str, str]) -> tuple[int, int]:
     Raises:
         LaunchError: they are no whole numbers in range, or NODE_RANK is missing.
     """
-    plan = resolve_environment({"MASTER_ADDR": "localhost", **environ, "MASTER_PORT": ""}, default_nproc=1)
+    # In a SLURM job a conversion is often one process of the batch script: only what was set for it splits it.
+    platform = "local" if "SLURM_JOB_ID" in environ else "auto"
+    environ = {"MASTER_ADDR": "localhost", **environ, "MASTER_PORT": ""}
+    plan = resolve_environment(environ, gpus=None, platform=platform)
     return plan.nnodes, plan.node_rank
 
 

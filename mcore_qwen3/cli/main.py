@@ -19,7 +19,9 @@ COMMANDS = {
     "sft": ("mcore_qwen3.cli.sft", "fine-tune on chat rows"),
     "pt": ("mcore_qwen3.cli.pt", "continue pre-training on raw text"),
     "data": ("mcore_qwen3.cli.data", "prepare rows, show what is trained, and count"),
+    "submit": ("mcore_qwen3.cli.submit", "run any of these commands as a job of SLURM or PAI-DLC"),
     "plan": ("mcore_qwen3.cli.plan", "find a layout for a number of GPUs: will it fit, and how fast"),
+    "doctor": ("mcore_qwen3.cli.doctor", "look at machine, packages, network and disk: what would make a run fail"),
     "export": ("mcore_qwen3.cli.export", "write a checkpoint in Hugging Face form (convert mcore2hf)"),
     "convert": ("mcore_qwen3.cli.convert", "convert checkpoints, or compare two: the script convert"),
 }

@@ -212,7 +212,7 @@ def _fill(
         "max_length": _max_length(config, shape),
         "eval_interval": config.train.eval_interval or config.checkpoint.save_interval,
         "lr_decay_iters": config.optim.lr_decay_iters or config.train.train_iters,
-        "save": config.checkpoint.save or f"megatron_output/{Path(str(config.model.load)).resolve().name}",
+        "save": save_folder(config),
         "data_cache_path": config.data.data_cache_path or default_cache(environ),
     }
     if config.checkpoint.save is None:
@@ -228,6 +228,11 @@ def _fill(
     ratio, note = _split_ratio(parsed)
     values["split_dataset_ratio"] = ratio
     return with_values(config, values), [*notes, *note]
+
+
+def save_folder(config: RunConfig) -> str:
+    """``--save``, or what is taken without it."""
+    return config.checkpoint.save or f"megatron_output/{Path(str(config.model.load)).resolve().name}"
 
 
 def _split_ratio(parsed: ParsedRun) -> tuple[float, list[str]]:

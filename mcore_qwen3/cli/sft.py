@@ -9,15 +9,15 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
+from mcore_qwen3.cli.agreement import setting_facts
 from mcore_qwen3.cli.dry_run import dry_run_lines
 from mcore_qwen3.cli.report import plan_lines
 from mcore_qwen3.cli.resolve import (
     MODEL_VARIABLE,
     ResolvedRun,
     resolve,
-    resolve_device,
     train_iters,
     with_steps,
     with_weights,
@@ -25,14 +25,20 @@ from mcore_qwen3.cli.resolve import (
 from mcore_qwen3.cli.resume import TRACKER_VARIABLE, tracker_stamp, ways_out
 from mcore_qwen3.config import ParsedRun, RunConfig, parse_args
 from mcore_qwen3.data.sources import check_entries
+from mcore_qwen3.errors import McoreQwen3Error
 from mcore_qwen3.launch import (
+    Company,
     LaunchPlan,
     Limits,
     StopSignals,
+    check_in,
     count_gpus,
+    decline,
+    expected_ranks,
     is_rank,
     resolve_environment,
     started_now,
+    visible_gpus,
 )
 from mcore_qwen3.launch import run as run_ranks
 
@@ -53,21 +59,37 @@ def run(argv: list[str], command: str = "sft") -> int:
             job = _prepare(parsed)
         if job is None:
             return 0
-        plan, environment = job
-        return run_ranks(
-            plan, ["-m", "mcore_qwen3", command, *argv], _limits(parsed.config), signals, extra_env=began | environment
-        )
+        plan, company, environment = job
+        words, limits = ["-m", "mcore_qwen3", command, *argv], _limits(parsed.config)
+        return run_ranks(plan, words, limits, signals, extra_env=began | environment, company=company)
 
 
-def _prepare(parsed: ParsedRun) -> tuple[LaunchPlan, dict[str, str]] | None:
-    """All that comes before the ranks: what to start and what to tell them, or None when there is nothing to start."""
-    plan = launch_plan(parsed.config, os.environ)
-    resolved = resolve(parsed, plan.world_size)
-    data = resolved.config.data
-    files = check_entries((*data.dataset, *data.val_dataset))
-    if resolved.config.launch.dry_run:
-        _say(dry_run_lines(resolved, files))
+def _prepare(parsed: ParsedRun) -> tuple[LaunchPlan, Company, dict[str, str]] | None:
+    """All that comes before the ranks: what to start, with whom, and what to tell the ranks; None where nothing starts."""
+    config, gpus = parsed.config, _gpus(parsed.config)
+    if config.launch.dry_run:
+        resolved = resolve(parsed, expected_ranks(os.environ, gpus=gpus, platform=config.launch.platform))
+        _say(dry_run_lines(resolved, _data_files(resolved)))
         return None
+    plan = resolve_environment(os.environ, gpus=gpus, platform=config.launch.platform)
+    _say([*plan.table(), *(f"note: {note}" for note in plan.notes)])
+    seconds = _limits(config).meeting_seconds
+    company = check_in(plan, setting_facts(config), visible_gpus(os.environ) if gpus else (), seconds)
+    try:
+        environment = _prepare_node(parsed, plan)
+    except McoreQwen3Error as error:
+        decline(plan, company, str(error))
+        raise
+    if environment is None:
+        decline(plan, company, "there is nothing to do")
+        return None
+    return plan, company, environment
+
+
+def _prepare_node(parsed: ParsedRun, plan: LaunchPlan) -> dict[str, str] | None:
+    """Check, and prepare the data; what to tell the ranks, or None when all steps are done."""
+    resolved = resolve(parsed, plan.world_size)
+    _data_files(resolved)
     _say(plan_lines(resolved))
     if resolved.finished:
         _say([_finished_text(resolved)])
@@ -84,11 +106,17 @@ def _prepare(parsed: ParsedRun) -> tuple[LaunchPlan, dict[str, str]] | None:
     if resolved.finished:
         _say([_finished_text(resolved)])
         return None
-    return plan, {
+    return {
         PREPARED_VARIABLE: str(prepared.path),
         MODEL_VARIABLE: str(resolved.model.directory),
         TRACKER_VARIABLE: tracker_stamp(resolved.config),
     }
+
+
+def _data_files(run: ResolvedRun) -> list[str]:
+    """The training and validation files, all of which exist."""
+    data = run.config.data
+    return check_entries((*data.dataset, *data.val_dataset))
 
 
 def _limits(config: RunConfig) -> Limits:
@@ -102,15 +130,12 @@ def _limits(config: RunConfig) -> Limits:
     )
 
 
-def launch_plan(config: RunConfig, environ: Mapping[str, str]) -> LaunchPlan:
-    """The processes of the job; NPROC_PER_NODE unset is all GPUs of the node, or 1 on CPU.
-
-    A dry run asks for sizes alone: it needs no address, no free port, and no GPU.
-    """
-    if config.launch.dry_run:
-        environ = {"NODE_RANK": "0", "MASTER_ADDR": "localhost", **environ, "MASTER_PORT": ""}
-    default = max(1, count_gpus(environ)) if resolve_device(config, environ) == "cuda" else 1
-    return resolve_environment(environ, default_nproc=default)
+def _gpus(config: RunConfig) -> int | None:
+    """GPUs of this node that the run may use; None for one on CPU. A dry run may plan for one that is not there."""
+    if config.launch.device == "cpu":
+        return None
+    planned = config.launch.device == "cuda" and config.launch.dry_run
+    return max(int(planned), count_gpus(os.environ))
 
 
 def check_weights(run: ResolvedRun) -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from mcore_qwen3.cli.agreement import check_agreement, check_expected_ranks
 from mcore_qwen3.cli.prepare import check_same_data, prepare_data
 from mcore_qwen3.cli.resolve import ResolvedRun, resolve, train_iters, with_steps, with_weights
 from mcore_qwen3.cli.resume import check_same_point
@@ -13,7 +14,7 @@ from mcore_qwen3.cli.shared_folder import check_shared_folder
 from mcore_qwen3.config import ParsedRun, RunConfig, decay_iters, greater_is_better, warmup_iters
 from mcore_qwen3.data.prepare import Prepared
 from mcore_qwen3.errors import ConfigError
-from mcore_qwen3.launch import SUPERVISED, Heartbeat, on_stop_request, rank_main, restarted, started_at
+from mcore_qwen3.launch import SUPERVISED, Heartbeat, log_to, on_stop_request, rank_main, restarted, started_at
 from mcore_qwen3.runtime import groups
 from mcore_qwen3.runtime.device import Device, choose_device, set_cuda_environment
 
@@ -30,6 +31,10 @@ def _run(parsed: ParsedRun) -> int:
         if os.environ["RANK"] == "0":
             print(text, flush=True)
 
+    if parsed.config.launch.log_dir is not None:
+        restart = restarted(os.environ)
+        log_to(Path(parsed.config.launch.log_dir), int(os.environ["RANK"]), restart.number if restart else 0)
+    check_expected_ranks(os.environ)
     run = with_weights(resolve(parsed, int(os.environ["WORLD_SIZE"])))
     if run.config.launch.device == "cuda":
         for line in set_cuda_environment():
@@ -48,12 +53,13 @@ def _run(parsed: ParsedRun) -> int:
     groups.prepare_megatron(device)
     timeout_s = 60 * run.config.launch.distributed_timeout_minutes
     groups.start_process_group(device, timeout_s)
+    joined = check_agreement(run.config, run.hf_files)
     check_shared_folder(Path(str(run.config.checkpoint.save)))
     check_same_data(prepared)
     check_same_point(run.resume)
     groups.start_model_parallel(run.layout, timeout_s)
     groups.seed_everything(run.config.train.seed)
-    say(f"{run.layout.world_size} ranks joined; device {device.kind}: {device.reason}")
+    say(f"{run.layout.world_size} ranks joined: {joined}; device {device.kind}: {device.reason}")
     code = _train(run, prepared, device, say)
     groups.stop_process_group()
     return code
@@ -136,6 +142,11 @@ def _idle_limits(config: RunConfig) -> list[str]:
     """What a rank that someone started by hand cannot do: there is no supervisor to do it."""
     if SUPERVISED in os.environ:
         return []
-    values = {"max_restarts": config.launch.max_restarts, "step_timeout": config.launch.step_timeout}
+    launch = config.launch
+    values = {
+        "max_restarts": launch.max_restarts,
+        "step_timeout": launch.step_timeout,
+        "platform": launch.platform != "auto",
+    }
     because = "the ranks were started without megatron's own launcher"
     return [f"--{name} has no effect in this run: {because}" for name, value in values.items() if value]

@@ -1,25 +1,44 @@
 """Every setting of a run as frozen dataclasses: from flags and YAML, and back to YAML. Imports no torch."""
 
 from mcore_qwen3.config.checks import check_schedule, decay_iters, greater_is_better, warmup_iters
-from mcore_qwen3.config.commands import DATA, EXPORT, HF2MCORE, MCORE2HF, PLAN, VERIFY, ParsedRun, parse_args
+from mcore_qwen3.config.commands import (
+    DATA,
+    DOCTOR,
+    EXPORT,
+    HF2MCORE,
+    MCORE2HF,
+    PLAN,
+    SUBMIT,
+    TRAINING,
+    VERIFY,
+    ParsedRun,
+    find_command,
+    parse_args,
+)
 from mcore_qwen3.config.convert import Hf2McoreConfig, Mcore2HfConfig, VerifyConfig, shard_bytes
 from mcore_qwen3.config.data import DataFlags, renamed_columns
+from mcore_qwen3.config.doctor import DoctorConfig
 from mcore_qwen3.config.effects import Facts, flags_without_effect
 from mcore_qwen3.config.flags import Flag
 from mcore_qwen3.config.inspect import InspectConfig
 from mcore_qwen3.config.parser import Command, Parsed, parse_command
 from mcore_qwen3.config.plan import PlanConfig
 from mcore_qwen3.config.run import RunConfig, iter_flags, to_flat_dict, to_yaml, with_values
+from mcore_qwen3.config.submit import SubmitConfig, ranks_per_node, signal_seconds, time_minutes
 
 __all__ = [
     "DATA",
+    "DOCTOR",
     "EXPORT",
     "HF2MCORE",
     "MCORE2HF",
     "PLAN",
+    "SUBMIT",
+    "TRAINING",
     "VERIFY",
     "Command",
     "DataFlags",
+    "DoctorConfig",
     "Facts",
     "Flag",
     "Hf2McoreConfig",
@@ -29,16 +48,21 @@ __all__ = [
     "ParsedRun",
     "PlanConfig",
     "RunConfig",
+    "SubmitConfig",
     "VerifyConfig",
     "check_schedule",
     "decay_iters",
+    "find_command",
     "flags_without_effect",
     "greater_is_better",
     "iter_flags",
     "parse_args",
     "parse_command",
+    "ranks_per_node",
     "renamed_columns",
     "shard_bytes",
+    "signal_seconds",
+    "time_minutes",
     "to_flat_dict",
     "to_yaml",
     "warmup_iters",

@@ -13,6 +13,15 @@ class LaunchFlags:
 
     device: str = flag("auto", "auto: cuda where a GPU is found, else cpu", choices=("auto", "cpu", "cuda"))
     dry_run: bool = flag(False, "print the resolved plan and stop")
+    platform: str = flag(
+        "auto",
+        "whose variables give nodes, node rank and processes; auto: slurm or dlc where theirs are set, else local, which is "
+        "NNODES, NODE_RANK, NPROC_PER_NODE, MASTER_ADDR, MASTER_PORT",
+        choices=("auto", "local", "dlc", "slurm"),
+    )
+    log_dir: str | None = flag(
+        None, "folder for what each rank prints, in rank_N.log; the screen then shows rank 0 and the launcher alone"
+    )
     max_restarts: int = flag(
         0, "how often all ranks are started again after a fault, from the last complete checkpoint", at_least=0
     )

@@ -30,6 +30,7 @@ class Command[Config]:
         aliases: other names of its flags.
         check: raises ConfigError for settings that break a rule.
         words: flags whose values may also stand without their names, in this order.
+        then: what follows its flags, for the usage.
     """
 
     program: str
@@ -37,6 +38,7 @@ class Command[Config]:
     aliases: Mapping[str, Alias]
     check: Callable[[Config], None]
     words: tuple[str, ...] = ()
+    then: str = ""
 
     def flags(self) -> dict[str, Flag]:
         """Every flag by name."""
@@ -100,7 +102,7 @@ def build_parser(command: Command[Any]) -> argparse.ArgumentParser:
     words = "".join(f" {name.upper()}" for name in command.words)
     parser = _Parser(
         prog=command.program,
-        usage=f"{command.program}{words} [--config FILE.yaml] [--flag value ...]",
+        usage=f"{command.program}{words} [--config FILE.yaml] [--flag value ...]{command.then}",
         description="Flags and YAML keys have the same names. Defaults < --config file < flags.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36, width=116),

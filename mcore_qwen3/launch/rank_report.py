@@ -26,9 +26,11 @@ from types import FrameType
 
 from mcore_qwen3.errors import McoreQwen3Error
 from mcore_qwen3.launch.processes import die_with_parent
+from mcore_qwen3.launch.rank_log import note_error
 
 RUN_DIR = "MCORE_QWEN3_RUN_DIR"  # the folder of the files above
 SUPERVISED = "MCORE_QWEN3_SUPERVISED"  # "1" in processes below a supervisor
+EXPECTED_RANKS = "MCORE_QWEN3_EXPECTED_RANKS"  # of the whole job, as the launcher has resolved them
 TORCHRUN_PID = "MCORE_QWEN3_TORCHRUN_PID"
 RESTARTS = "MCORE_QWEN3_RESTARTS"  # how often the ranks were started again before; not set the first time
 RESTART_REASON = "MCORE_QWEN3_RESTART_REASON"  # one line: why the last start failed
@@ -104,6 +106,7 @@ def report_error(rank: int, exc: BaseException, clean: bool) -> bool:
     if RUN_DIR in os.environ:
         try:
             write_whole(Path(os.environ[RUN_DIR]), f"rank_{rank}.error", json.dumps(asdict(error)))
+            note_error(error.traceback or error.message)
             return True
         except OSError as failure:
             print(f"rank {rank}: could not report to the launcher: {failure}", file=sys.stderr)

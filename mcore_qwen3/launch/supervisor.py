@@ -7,6 +7,7 @@ leaves their helpers running. Here every start is a new torchrun, on a machine w
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import tempfile
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mcore_qwen3.launch.attempt import Attempt, Limits, Outcome, say
+from mcore_qwen3.launch.check_in import NOTICE_SECONDS, Company, ready
 from mcore_qwen3.launch.environment import LaunchPlan
 from mcore_qwen3.launch.meeting import Word, meet
 from mcore_qwen3.launch.rank_report import RESTART_REASON, RESTARTS
@@ -22,7 +24,6 @@ from mcore_qwen3.launch.signals import StopSignals
 from mcore_qwen3.launch.torchrun import child_environment, torchrun_command
 
 _REASON_LETTERS = 500
-_NOTICE_SECONDS = 30.0  # for a node that ends, to tell the others
 
 
 def run(
@@ -32,6 +33,7 @@ def run(
     signals: StopSignals,
     *,
     extra_env: Mapping[str, str],
+    company: Company,
 ) -> int:
     """Run this node's ranks to their end and return the exit code of the job.
 
@@ -48,24 +50,31 @@ def run(
         limits: how long the ranks get, and how often.
         signals: entered already; requests to stop come through it.
         extra_env: added to the environment of the ranks.
+        company: the other nodes, from `check_in`.
 
     Returns:
         The highest code that a rank gave to `rank_main`; `exit_code_on_signal` after a request that came before any rank
         had started; 2 after an error that the user can mend; 1 after any other failure.
+
+    Raises:
+        LaunchError: another node does not start its ranks.
     """
-    first = outcome = _start(plan, module_argv, limits, signals, extra_env)
-    for number in range(1, limits.max_restarts + 1):
-        if not _all_nodes_go_on(plan, limits, outcome, number, signals):
+    ready(plan, company, limits.meeting_seconds, lambda: signals.pending)
+    first = outcome = _start(plan, module_argv, limits, signals, extra_env, company)
+    missing = ""
+    for number in itertools.count(1):
+        goes_on, missing = _all_nodes_go_on(plan, limits, outcome, number, signals, company)
+        if not goes_on:
             break
         say(outcome.text)
         say(f"restart {number} of {limits.max_restarts} (max_restarts), from the last complete checkpoint")
         again = {RESTARTS: str(number), RESTART_REASON: _short(outcome.reason)}
-        outcome = _start(plan, module_argv, limits, signals, {**extra_env, **again})
-    else:
-        if limits.max_restarts and outcome.is_fault:
-            say(f"restart {limits.max_restarts} was the last one (max_restarts); at first {_short(first.reason)}")
-    if outcome.text:
-        say(outcome.text)
+        outcome = _start(plan, module_argv, limits, signals, {**extra_env, **again}, company)
+    if limits.max_restarts and outcome.is_fault and number > limits.max_restarts:
+        say(f"restart {limits.max_restarts} was the last one (max_restarts); at first {_short(first.reason)}")
+    for text in (outcome.text, missing):
+        if text:
+            say(text)
     return outcome.exit_code
 
 
@@ -75,30 +84,44 @@ def _start(
     limits: Limits,
     signals: StopSignals,
     extra_env: Mapping[str, str],
+    company: Company,
 ) -> Outcome:
     """Start the ranks once, in a folder for their reports, and watch them to their end."""
     command = torchrun_command(plan, module_argv)
     with tempfile.TemporaryDirectory(prefix="mcore_qwen3_run_") as folder:
-        environment, lines = child_environment(plan, os.environ, Path(folder), extra_env)
-        for line in [*plan.notes, plan.describe(), *lines, f"starting {shlex.join(command)}"]:
+        environment, lines = child_environment(plan, os.environ, Path(folder), extra_env, company.interface)
+        for line in [*lines, f"starting {shlex.join(command)}"]:
             say(line)
         return Attempt(plan, Path(folder), limits, signals).run(command, environment)
 
 
-def _all_nodes_go_on(plan: LaunchPlan, limits: Limits, outcome: Outcome, number: int, signals: StopSignals) -> bool:
-    """Whether the ranks are started again, which all nodes do or none; a node whose ranks ended in order is done."""
+def _all_nodes_go_on(
+    plan: LaunchPlan, limits: Limits, outcome: Outcome, number: int, signals: StopSignals, company: Company
+) -> tuple[bool, str]:
+    """Whether the ranks are started again, which all nodes do or none, and who could not be asked.
+
+    A node whose ranks ended in order is done. All others meet, also when no restart is left: what happened on the other
+    nodes may be the cause of what is seen here.
+    """
     if not outcome.reason:
-        return False
-    goes_on = outcome.is_fault and not signals.take()
-    seconds = limits.meeting_seconds if goes_on else min(limits.meeting_seconds, _NOTICE_SECONDS)
+        return False, ""
+    goes_on = outcome.is_fault and number <= limits.max_restarts and not signals.take()
     if plan.nnodes == 1:
-        return goes_on
+        return goes_on, ""
+    seconds = limits.meeting_seconds if goes_on else min(limits.meeting_seconds, NOTICE_SECONDS)
     say(f"meeting the other nodes, for up to {seconds:g} s: {outcome.reason}")
-    mine = Word(plan.node_rank, number, goes_on, _short(outcome.reason))
-    refusal = meet(plan, mine, seconds, cancelled=lambda: signals.pending)
-    if refusal is not None and goes_on:
-        say(f"the ranks are not started again: {refusal}")
-    return refusal is None
+    mine = Word(plan.node_rank, f"meeting after start {number} of the ranks", goes_on, _short(outcome.reason))
+    answer = meet(plan, mine, seconds, lambda: signals.pending, company.hosts)
+    for name, reason in answer.reasons.items():
+        say(f"{name}: {reason}")
+    if answer.refusal is None:
+        return True, ""
+    refusal = f"the ranks are not started again: {answer.refusal}" if goes_on else answer.refusal
+    if answer.missing:
+        return False, refusal
+    if goes_on:
+        say(refusal)
+    return False, ""
 
 
 def _short(reason: str) -> str:

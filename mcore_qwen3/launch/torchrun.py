@@ -7,8 +7,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mcore_qwen3.launch.environment import LaunchPlan, count_gpus
-from mcore_qwen3.launch.rank_report import RUN_DIR, SUPERVISED
+from mcore_qwen3.launch.environment import LaunchPlan
+from mcore_qwen3.launch.gpus import count_gpus
+from mcore_qwen3.launch.rank_report import EXPECTED_RANKS, RUN_DIR, SUPERVISED
 
 # What torchrun sets for its ranks. Set by a platform with another meaning, or left over, it must not reach torchrun.
 _SET_BY_TORCHRUN = {
@@ -43,18 +44,26 @@ def torchrun_command(plan: LaunchPlan, module_argv: Sequence[str], python: str =
 
 
 def child_environment(
-    plan: LaunchPlan, environ: Mapping[str, str], run_dir: Path, extra_env: Mapping[str, str]
+    plan: LaunchPlan,
+    environ: Mapping[str, str],
+    run_dir: Path,
+    extra_env: Mapping[str, str],
+    interface: str | None = None,
 ) -> tuple[dict[str, str], list[str]]:
     """The environment of torchrun and its ranks, and one line for each thing that differs from the user's.
 
     Removed: what torchrun itself sets for ranks, and PET_*, torchrun's own options by environment, of which some would
-    undo the command line. OMP_NUM_THREADS, when not set and no GPU is visible, becomes the cores per process.
+    undo the command line. GLOO_SOCKET_IFNAME, when not set, becomes `interface`, on the way to the other nodes: gloo looks up
+    this machine's own name, and takes the loopback, where no other node is, when that is not known. OMP_NUM_THREADS, when not set and no GPU is visible, becomes the cores per process.
     """
     merged = {**environ, **extra_env}
     removed = sorted(name for name in merged if name in _SET_BY_TORCHRUN or name.startswith("PET_"))
     child = {name: value for name, value in merged.items() if name not in removed}
-    child |= {SUPERVISED: "1", RUN_DIR: str(run_dir)}
+    child |= {SUPERVISED: "1", RUN_DIR: str(run_dir), EXPECTED_RANKS: str(plan.world_size)}
     lines = [f"not passed on to torchrun: {', '.join(removed)}"] if removed else []
+    if interface is not None and not child.get("GLOO_SOCKET_IFNAME"):
+        child["GLOO_SOCKET_IFNAME"] = interface
+        lines.append(f"GLOO_SOCKET_IFNAME={interface} (the way to the other nodes)")
     if "OMP_NUM_THREADS" not in child and count_gpus(child) == 0:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         child["OMP_NUM_THREADS"] = str(max(1, cores // plan.nproc_per_node))

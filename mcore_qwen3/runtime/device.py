@@ -88,6 +88,11 @@ def current_device() -> torch.device:
     return _chosen.torch_device
 
 
+def device_name(device: Device) -> str:
+    """The GPU's name, or "none" on CPU."""
+    return torch.cuda.get_device_name(device.index) if device.is_cuda else "none"
+
+
 CUDA_ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "megatron overlaps tensor-parallel communication only with one queue"),
     "PYTORCH_CUDA_ALLOC_CONF": ("expandable_segments:True", "batches of changing length fragment GPU memory otherwise"),

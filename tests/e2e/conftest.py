@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from e2e_kit import Site, cut_tokenizer, write_model, write_rows
+from helpers.slurm_cluster import Cluster, running_cluster, why_not_here
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +47,19 @@ def site(e2e_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     yield place
     for job in place.jobs:
         job.kill()
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A SLURM of two nodes. Where it cannot be had the test skips; in CI, where `make test` installs it, it fails."""
+    installable = os.geteuid() == 0 and shutil.which("apt-get")
+    give_up = pytest.fail if os.environ.get("CI") and installable else pytest.skip
+    reason = why_not_here()
+    if reason is not None:
+        give_up(f"no SLURM: {reason}")
+    with ExitStack() as stack:
+        try:
+            cluster = stack.enter_context(running_cluster(tmp_path_factory.mktemp("slurm")))
+        except RuntimeError as error:  # another SLURM, which may not allow two daemons on a machine
+            give_up(f"SLURM does not start: {error}")
+        yield cluster

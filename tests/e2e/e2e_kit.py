@@ -22,6 +22,7 @@ MARK = "MCORE_QWEN3_E2E_MARK"  # every process below a job inherits it
 LIMIT = 600.0  # seconds; only ends what would hang where no test has its own limit
 # What the machine that runs the tests may have set, and what would change the answers here.
 _UNSET = ("NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK")
+_UNSET_FAMILIES = ("SLURM_", "KUBERNETES_CONTAINER_", "GLOO_", "PET_")
 
 Done = subprocess.CompletedProcess[str]
 
@@ -104,7 +105,8 @@ class Site:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.jobs: list[Job] = []
-        self.environ = {name: value for name, value in os.environ.items() if name not in _UNSET} | {
+        kept = {name for name in os.environ if name not in _UNSET and not name.startswith(_UNSET_FAMILIES)}
+        self.environ = {name: os.environ[name] for name in kept} | {
             "HOME": str(folder),
             "XDG_CACHE_HOME": str(folder / "cache"),
             "PYTHONPATH": str(ROOT),
@@ -112,9 +114,9 @@ class Site:
             "OMP_NUM_THREADS": "1",
         }
 
-    def start(self, *words: object, **environ: str) -> Job:
-        """Start `megatron <words>`; keyword arguments are environment variables."""
-        job = Job(self._command(words), self.folder, self.environ | environ)
+    def start(self, *words: object, prefix: Sequence[str] = (), **environ: str) -> Job:
+        """Start `megatron <words>`; keyword arguments are environment variables, `prefix` a command that becomes it."""
+        job = Job([*prefix, *self._command(words)], self.folder, self.environ | environ)
         self.jobs.append(job)
         return job
 

@@ -73,7 +73,7 @@ LIBRARIES = {
     "__init__": set(),
 }
 # File of a package -> libraries that it alone may import on top.
-FILE_LIBRARIES = {"data/indexed.py": {"megatron"}, "planner/fit.py": {"numpy"}}
+FILE_LIBRARIES = {"data/indexed.py": {"megatron"}, "planner/fit.py": {"numpy"}, "cli/doctor_checks.py": {"packaging"}}
 ACCELERATORS = {"transformer_engine", "apex", "flash_attn"}
 
 # Packages that cannot hand a device to torch (they may not import it), and the one whose job it is.

@@ -18,7 +18,7 @@ import pytest
 
 from mcore_qwen3.cli import sft
 from mcore_qwen3.cli.main import main
-from mcore_qwen3.launch import Limits, StopSignals
+from mcore_qwen3.launch import Company, Limits, StopSignals
 
 Megatron = Callable[..., "subprocess.CompletedProcess[str]"]
 WriteCheckpoint = Callable[..., Path]
@@ -183,7 +183,9 @@ def test_data_is_prepared_before_the_ranks_start(
 ) -> None:
     calls: list[Any] = []
 
-    def launched(plan: Any, argv: list[str], limits: Limits, signals: StopSignals, extra_env: dict[str, str]) -> int:
+    def launched(
+        plan: Any, argv: list[str], limits: Limits, signals: StopSignals, extra_env: dict[str, str], company: Company
+    ) -> int:
         os.kill(os.getpid(), signal.SIGTERM)  # the launcher takes it from here on
         assert [signum for signum, _ in signals.take()] == [signal.SIGTERM]
         calls.append((plan, argv, limits, extra_env, list((tmp_path / "cache").iterdir())))

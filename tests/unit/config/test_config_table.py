@@ -113,6 +113,8 @@ DEFAULTS: dict[str, tuple[object, ...]] = {
     "resume": ("auto", "no such flag", "the same command continues a run"),
     "device": ("auto", "no such flag", "runs on CPU too"),
     "dry_run": (False, "no such flag", "prints the plan"),
+    "platform": ("auto", "no such flag", "WORLD_SIZE means nodes on one platform and processes on another"),
+    "log_dir": (None, "no such flag", "without it all ranks share the screen"),
     "max_restarts": (0, "no such flag", "torchrun's own restarts are not used"),
     "step_timeout": (0.0, "no such flag", "what is too long depends on the model"),
     "distributed_timeout_minutes": (30.0, 300000, "ms-swift's ddp_timeout, in seconds, is for ever"),

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from mcore_qwen3.errors import LaunchError
-from mcore_qwen3.launch import LaunchPlan, count_gpus, is_rank, resolve_environment
+from mcore_qwen3.launch import LaunchPlan, expected_ranks, is_rank, resolve_environment
 
 TWO_NODES = {"NNODES": "2", "NODE_RANK": "1", "NPROC_PER_NODE": "8", "MASTER_ADDR": "node-0"}
 
 
-def resolve(**environ: str) -> LaunchPlan:
-    return resolve_environment(environ, default_nproc=3)
+def resolve(*, platform: str = "auto", gpus: int | None = 3, **environ: str) -> LaunchPlan:
+    return resolve_environment(environ, gpus=gpus, platform=platform)
 
 
-def refusal(**environ: str) -> str:
+def refusal(*, platform: str = "auto", gpus: int | None = 3, **environ: str) -> str:
     with pytest.raises(LaunchError) as caught:
-        resolve(**environ)
+        resolve(platform=platform, gpus=gpus, **environ)
     return str(caught.value)
 
 
@@ -38,7 +37,7 @@ def test_nothing_set_is_one_node_with_the_default_processes() -> None:
     plan = resolve()
     assert (plan.nnodes, plan.node_rank, plan.nproc_per_node, plan.world_size) == (1, 0, 3, 3)
     assert plan.master_addr == "127.0.0.1"
-    assert plan.sources["nproc_per_node"] == "by default" and plan.sources["master_port"] == "a free one"
+    assert plan.sources["nproc_per_node"] == "GPUs seen" and plan.sources["master_port"] == "a free one"
     assert plan.notes == ()
 
 
@@ -48,14 +47,104 @@ def test_b89_dlc_variables_through_the_users_command() -> None:
     assert (plan.nnodes, plan.node_rank, plan.nproc_per_node) == (2, 1, 8)
     assert plan.node_ranks == range(8, 16) and plan.world_size == 16
     assert (plan.master_addr, plan.master_port) == ("node-0", 23456)
-    assert plan.sources["master_port"] == "from MASTER_PORT"
-    assert "ranks 8-15" in plan.describe() and "16 ranks" in plan.describe() and "node-0:23456" in plan.describe()
+    assert plan.sources["master_port"] == "MASTER_PORT"
+    assert plan.table() == [
+        "16 ranks expected; this is node 1 with ranks 8-15",
+        "  platform        dlc     WORLD_SIZE beside NPROC_PER_NODE",
+        "  nnodes          2       NNODES and WORLD_SIZE",
+        "  node_rank       1       NODE_RANK and RANK",
+        "  nproc_per_node  8       NPROC_PER_NODE",
+        "  master_addr     node-0  MASTER_ADDR",
+        "  master_port     23456   MASTER_PORT",
+    ]
 
 
-def test_b89_b93_world_size_alone_is_never_guessed() -> None:
-    text = refusal(WORLD_SIZE="2", RANK="1", NPROC_PER_NODE="8", MASTER_ADDR="node-0")
+@pytest.mark.parametrize(
+    ("sign", "gpus"),
+    [
+        ({"NPROC_PER_NODE": "8"}, None),
+        ({"KUBERNETES_CONTAINER_RESOURCE_GPU": "8"}, 8),
+        ({"MASTER_ADDR": "dlc18isgeayd0000-master-0"}, 8),
+    ],
+)
+def test_b89_dlc_variables_alone(sign: dict[str, str], gpus: int | None) -> None:
+    environ = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "node-0", "MASTER_PORT": "23456"} | sign
+    for platform in ("auto", "dlc"):
+        plan = resolve(platform=platform, gpus=gpus, **environ)
+        assert (plan.platform, plan.nnodes, plan.node_rank, plan.nproc_per_node) == ("dlc", 2, 1, 8)
+        assert plan.node_ranks == range(8, 16) and plan.world_size == 16
+        assert plan.sources["nnodes"] == "WORLD_SIZE" and plan.sources["node_rank"] == "RANK"
+        assert expected_ranks(environ, gpus=gpus, platform=platform) == 16
+
+
+def test_b89_world_size_alone_is_never_guessed() -> None:
+    environ = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "node-0"}
+    text = refusal(**environ)
     assert "number of nodes (PAI-DLC) or of processes (torchrun)" in text
-    assert "WORLD_SIZE=2, RANK=1" in text and "NNODES=$WORLD_SIZE NODE_RANK=$RANK" in text
+    assert "WORLD_SIZE=2, RANK=1" in text and "--platform dlc" in text and "NNODES=$WORLD_SIZE NODE_RANK=$RANK" in text
+    assert resolve(platform="dlc", **environ).world_size == 6  # 3 GPUs a node
+    assert resolve(platform="local", **environ).world_size == 3
+
+
+DLC = {"WORLD_SIZE": "2", "RANK": "1", "NPROC_PER_NODE": "2", "MASTER_ADDR": "node-0"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"RANK": ""}, "needs NODE_RANK on each node, else every node would train alone; seen: WORLD_SIZE=2"),
+        ({"MASTER_ADDR": ""}, "needs MASTER_ADDR on each node, else every node would train alone; seen: WORLD_SIZE=2"),
+        ({"RANK": "2"}, "seen: RANK=2, WORLD_SIZE=2"),
+        ({"LOCAL_RANK": "0"}, "one launcher a node starts all of the node's ranks; seen: LOCAL_RANK=0"),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "seen: OMPI_COMM_WORLD_LOCAL_SIZE=2"),
+        ({"NNODES": "3", "NODE_RANK": "1"}, "seen: WORLD_SIZE=2, RANK=1; by NNODES 3 node(s), this one 1; 2 proc"),
+        ({"NODE_RANK": "0"}, "seen: NODE_RANK=0 and RANK=1; change: unset the wrong one"),
+        ({"NPROC_PER_NODE": "", "KUBERNETES_CONTAINER_RESOURCE_GPU": "8"}, "KUBERNETES_CONTAINER_RESOURCE_GPU=8, 3 by"),
+    ],
+)
+def test_mistakes_on_dlc(changes: dict[str, str], part: str) -> None:
+    assert part in refusal(**(DLC | changes))
+
+
+def test_b89_nodes_by_two_names_on_a_platform_that_was_named() -> None:
+    text = refusal(platform="dlc", **(DLC | {"NNODES": "3", "NODE_RANK": "1"}))
+    assert "nnodes must be the same by every variable that gives it; seen: NNODES=3 and WORLD_SIZE=2; " in text
+
+
+def test_gpus_that_the_platform_gives_and_nobody_sees() -> None:
+    environ = {**DLC, "NPROC_PER_NODE": "", "KUBERNETES_CONTAINER_RESOURCE_GPU": "8"}
+    assert "RESOURCE_GPU=8, 0 by CUDA_VISIBLE_DEVICES" in refusal(gpus=0, **environ)
+    assert resolve(gpus=None, **environ).nproc_per_node == 1  # --device cpu
+    one = environ | {"WORLD_SIZE": "1", "RANK": "0"}
+    assert "RESOURCE_GPU=8, 0 by CUDA_VISIBLE_DEVICES" in refusal(gpus=0, **one)
+    assert resolve(gpus=8, **one).sources["nproc_per_node"] == "GPUs seen, as KUBERNETES_CONTAINER_RESOURCE_GPU says"
+    none = resolve(gpus=0, **(one | {"KUBERNETES_CONTAINER_RESOURCE_GPU": "0"}))
+    assert (none.nproc_per_node, none.sources["nproc_per_node"]) == (1, "by default, on CPU")
+
+
+@pytest.mark.parametrize(("world_size", "rank"), [("16", "8"), ("2", "1"), ("16", "1")])
+def test_world_size_beside_our_own_may_count_processes_or_nodes(world_size: str, rank: str) -> None:
+    """16 is torchrun's and Kubeflow's way; a sbatch script's author may export either."""
+    with_slurm = TWO_NODES | {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_STEP_ID": "0"}
+    plan = resolve(WORLD_SIZE=world_size, RANK=rank, **with_slurm)
+    assert (plan.platform, plan.world_size, plan.node_rank) == ("slurm", 16, 1)
+    plan = resolve(WORLD_SIZE=world_size, RANK=rank, **TWO_NODES)
+    assert (plan.platform, plan.world_size, plan.node_rank) == ("local" if world_size == "16" else "dlc", 16, 1)
+
+
+@pytest.mark.parametrize(("world_size", "rank"), [("4", "1"), ("2", "0")])
+def test_world_size_that_fits_in_no_way_is_refused_with_every_reading(world_size: str, rank: str) -> None:
+    with_slurm = TWO_NODES | {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_STEP_ID": "0"}
+    text = refusal(WORLD_SIZE=world_size, RANK=rank, **with_slurm)
+    assert (
+        f"seen: WORLD_SIZE={world_size}, RANK={rank}; by NNODES and SLURM_NNODES 2 node(s), this one 1; 8 proc" in text
+    )
+    assert resolve(platform="local", WORLD_SIZE=world_size, RANK=rank, **with_slurm).world_size == 16
+
+
+@pytest.mark.parametrize(("platform", "variable"), [("dlc", "WORLD_SIZE"), ("slurm", "SLURM_NNODES")])
+def test_a_platform_that_is_not_there(platform: str, variable: str) -> None:
+    assert f"seen: {variable} is not set" in refusal(platform=platform)
 
 
 def test_world_size_of_one_says_the_same_in_both_readings() -> None:
@@ -79,18 +168,12 @@ def test_b90_a_given_port_is_used() -> None:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
     plan = resolve(MASTER_PORT=str(port))
-    assert plan.master_port == port and plan.sources["master_port"] == "from MASTER_PORT"
+    assert plan.master_port == port and plan.sources["master_port"] == "MASTER_PORT"
 
 
 def test_b90_a_busy_port_is_refused_by_name(busy_port: int) -> None:
     text = refusal(MASTER_PORT=str(busy_port))
     assert f"MASTER_PORT={busy_port}" in text and "it is in use" in text
-    text = refusal(NNODES="2", NODE_RANK="0", MASTER_ADDR="localhost", MASTER_PORT=str(busy_port))
-    assert f"MASTER_PORT={busy_port}" in text
-
-
-def test_b90_only_node_0_listens_so_elsewhere_the_port_may_be_busy(busy_port: int) -> None:
-    assert resolve(**TWO_NODES, MASTER_PORT=str(busy_port)).master_port == busy_port
 
 
 def test_a_port_of_a_connection_that_is_still_closing_counts_as_free() -> None:
@@ -122,7 +205,7 @@ def test_several_nodes_meet_at_torchs_port_unless_told() -> None:
 @pytest.mark.parametrize("value", ["2", "7"])
 def test_node_rank_beyond_the_nodes(value: str) -> None:
     text = refusal(**{**TWO_NODES, "NODE_RANK": value})
-    assert f"NODE_RANK={value}" in text and "NNODES=2" in text
+    assert f"seen: NODE_RANK={value}, NNODES=2; " in text
 
 
 def test_b93_a_second_node_that_does_not_know_of_the_first() -> None:
@@ -163,20 +246,15 @@ def test_is_rank_needs_torchruns_own_variables() -> None:
         assert not is_rank({key: value for key, value in torchrun.items() if key != name})
 
 
-@pytest.mark.parametrize(
-    ("visible", "expected"),
-    [
-        *[(None, 4), ("", 0), ("-1", 0), ("NoDevFiles", 0), ("2", 1), ("0, 3", 2), ("0,4,1", 1), ("1,-1,2", 1)],
-        *[("GPU-8f,GPU-9a", 2), ("MIG-1,MIG-2,MIG-3,MIG-4,MIG-5", 5)],
-    ],
-)
-def test_count_gpus(tmp_path: Path, visible: str | None, expected: int) -> None:
-    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm", "nvidia0x"):
-        (tmp_path / name).touch()
-    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert count_gpus(environ, tmp_path) == expected
-
-
-def test_count_gpus_on_a_machine_without_any(tmp_path: Path) -> None:
-    assert count_gpus({}, tmp_path) == 0
-    assert count_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}, tmp_path) == 0
+def test_the_readings_of_a_rank_are_torchruns() -> None:
+    torchrun = {
+        "RANK": "5",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "8",
+        "TORCHELASTIC_RUN_ID": "none",
+        "LOCAL_WORLD_SIZE": "4",
+    }
+    torchrun |= {"GROUP_RANK": "1", "MASTER_ADDR": "node-0", "MASTER_PORT": "1234", "NNODES": "7"}
+    plan = resolve(**torchrun)
+    assert (plan.platform, plan.nnodes, plan.node_rank, plan.nproc_per_node) == ("torchrun", 2, 1, 4)
+    assert (plan.master_addr, plan.master_port, expected_ranks(torchrun, gpus=None)) == ("node-0", 1234, 8)

@@ -39,6 +39,7 @@ def test_what_the_platform_set_for_nodes_does_not_reach_the_ranks() -> None:
         "OMP_NUM_THREADS": "5",
         "MCORE_QWEN3_SUPERVISED": "1",
         "MCORE_QWEN3_RUN_DIR": "/run",
+        "MCORE_QWEN3_EXPECTED_RANKS": "8",
     }
     assert lines == ["not passed on to torchrun: MASTER_ADDR, PET_STANDALONE, RANK, WORLD_SIZE"]
 
@@ -57,3 +58,14 @@ def test_threads_of_a_gpu_run_are_left_to_torchrun(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torchrun, "count_gpus", lambda environ: 4)
     child, lines = torchrun.child_environment(PLAN, {}, Path("/run"), {})
     assert "OMP_NUM_THREADS" not in child and lines == []
+
+
+def test_gloo_is_told_the_way_to_the_other_nodes_unless_the_user_has() -> None:
+    """B92: a machine whose own name is not known takes the loopback, where no other node is."""
+    environ = {"OMP_NUM_THREADS": "1"}
+    child, lines = torchrun.child_environment(PLAN, environ, Path("/run"), {}, "eth7")
+    assert child["GLOO_SOCKET_IFNAME"] == "eth7" and lines == ["GLOO_SOCKET_IFNAME=eth7 (the way to the other nodes)"]
+    environ["GLOO_SOCKET_IFNAME"] = "ib0"
+    child, lines = torchrun.child_environment(PLAN, environ, Path("/run"), {}, "eth7")
+    assert child["GLOO_SOCKET_IFNAME"] == "ib0" and lines == []
+    assert "GLOO_SOCKET_IFNAME" not in torchrun.child_environment(PLAN, {}, Path("/run"), {}, None)[0]

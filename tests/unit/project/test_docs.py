@@ -19,11 +19,17 @@ PAGES = [
     "docs/convert.md",
     "docs/layouts.md",
     "docs/data.md",
+    "docs/doctor.md",
     "docs/guards.md",
     "docs/differences-from-ms-swift.md",
+    "docs/dlc.md",
+    "docs/kubernetes.md",
+    "docs/laptop.md",
     "docs/numbers.md",
     "docs/planner.md",
+    "docs/slurm.md",
     "docs/stops-and-restarts.md",
+    "docs/two-nodes.md",
 ]
 DIFFERENCES = "docs/differences-from-ms-swift.md"
 
