@@ -19,6 +19,7 @@ COMMANDS = {
     "sft": ("mcore_qwen3.cli.sft", "fine-tune on chat rows"),
     "pt": ("mcore_qwen3.cli.pt", "continue pre-training on raw text"),
     "data": ("mcore_qwen3.cli.data", "prepare rows, show what is trained, and count"),
+    "compare": ("mcore_qwen3.cli.compare", "train a few steps here and in a plain transformers loop: do the two agree"),
     "plan": ("mcore_qwen3.cli.plan", "find a layout for a number of GPUs: will it fit, and how fast"),
     "export": ("mcore_qwen3.cli.export", "write a checkpoint in Hugging Face form (convert mcore2hf)"),
     "convert": ("mcore_qwen3.cli.convert", "convert checkpoints, or compare two: the script convert"),

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import ChainedOptimizer
 
 from mcore_qwen3.cli.resolve import ResolvedRun
-from mcore_qwen3.config import to_yaml
+from mcore_qwen3.config import RunConfig, decay_iters, to_yaml, warmup_iters
 from mcore_qwen3.converters import (
     OptimizerSource,
     TorchDistSource,
@@ -46,6 +46,7 @@ from mcore_qwen3.train.optimizer import (
 )
 from mcore_qwen3.train.optimizer_state import read_state
 from mcore_qwen3.train.saving import CheckpointSaver
+from mcore_qwen3.train.schedule import LearningRate
 from mcore_qwen3.train.state import TrainState
 
 Say = Callable[[str], None]
@@ -129,6 +130,17 @@ def _check_all_used(source: WeightSource) -> None:
     gathered: list[set[str] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, source.used_tensors)
     source.check_all_used(set().union(*(names for names in gathered if names is not None)))
+
+
+def learning_rate(config: RunConfig) -> LearningRate:
+    """The rate of each step, once the run's steps are known."""
+    return LearningRate(
+        lr=config.optim.lr,
+        min_lr=config.optim.min_lr,
+        style=config.optim.lr_decay_style,
+        warmup_iters=warmup_iters(config),
+        decay_iters=decay_iters(config),
+    )
 
 
 def save_root(run: ResolvedRun) -> Path:

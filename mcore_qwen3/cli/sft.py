@@ -55,7 +55,7 @@ def run(argv: list[str], command: str = "sft") -> int:
             return 0
         plan, environment = job
         return run_ranks(
-            plan, ["-m", "mcore_qwen3", command, *argv], _limits(parsed.config), signals, extra_env=began | environment
+            plan, ["-m", "mcore_qwen3", command, *argv], limits(parsed.config), signals, extra_env=began | environment
         )
 
 
@@ -91,7 +91,8 @@ def _prepare(parsed: ParsedRun) -> tuple[LaunchPlan, dict[str, str]] | None:
     }
 
 
-def _limits(config: RunConfig) -> Limits:
+def limits(config: RunConfig) -> Limits:
+    """How long the ranks get, and how often they start."""
     return Limits(
         exit_grace=config.train.exit_grace,
         exit_code_on_signal=config.train.exit_code_on_signal,

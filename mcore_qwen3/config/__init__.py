@@ -1,7 +1,8 @@
 """Every setting of a run as frozen dataclasses: from flags and YAML, and back to YAML. Imports no torch."""
 
 from mcore_qwen3.config.checks import check_schedule, decay_iters, greater_is_better, warmup_iters
-from mcore_qwen3.config.commands import DATA, EXPORT, HF2MCORE, MCORE2HF, PLAN, VERIFY, ParsedRun, parse_args
+from mcore_qwen3.config.commands import COMPARE, DATA, EXPORT, HF2MCORE, MCORE2HF, PLAN, VERIFY, ParsedRun, parse_args
+from mcore_qwen3.config.compare import CompareConfig, compared_run, idle_flags
 from mcore_qwen3.config.convert import Hf2McoreConfig, Mcore2HfConfig, VerifyConfig, shard_bytes
 from mcore_qwen3.config.data import DataFlags, renamed_columns
 from mcore_qwen3.config.effects import Facts, flags_without_effect
@@ -12,6 +13,7 @@ from mcore_qwen3.config.plan import PlanConfig
 from mcore_qwen3.config.run import RunConfig, iter_flags, to_flat_dict, to_yaml, with_values
 
 __all__ = [
+    "COMPARE",
     "DATA",
     "EXPORT",
     "HF2MCORE",
@@ -19,6 +21,7 @@ __all__ = [
     "PLAN",
     "VERIFY",
     "Command",
+    "CompareConfig",
     "DataFlags",
     "Facts",
     "Flag",
@@ -31,9 +34,11 @@ __all__ = [
     "RunConfig",
     "VerifyConfig",
     "check_schedule",
+    "compared_run",
     "decay_iters",
     "flags_without_effect",
     "greater_is_better",
+    "idle_flags",
     "iter_flags",
     "parse_args",
     "parse_command",

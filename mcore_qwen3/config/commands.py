@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mcore_qwen3.config.aliases import ALIASES, CONVERT_ALIASES, DATA_ALIASES
 from mcore_qwen3.config.checks import check
+from mcore_qwen3.config.compare import CompareConfig, check_compare
 from mcore_qwen3.config.convert import Hf2McoreConfig, Mcore2HfConfig, VerifyConfig, check_conversion, check_verify
 from mcore_qwen3.config.inspect import InspectConfig, check_inspect
 from mcore_qwen3.config.parser import Command, Parsed, parse_command
@@ -35,6 +36,7 @@ EXPORT = Command(
 )
 DATA = Command(program="megatron data", root=InspectConfig, aliases=DATA_ALIASES, check=check_inspect)
 PLAN = Command(program="megatron plan", root=PlanConfig, aliases=ALIASES, check=check_plan)
+COMPARE = Command(program="megatron compare", root=CompareConfig, aliases=ALIASES, check=check_compare)
 VERIFY = Command(program="convert verify", root=VerifyConfig, aliases={}, check=check_verify, words=("a", "b"))
 
 
