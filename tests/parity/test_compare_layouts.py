@@ -58,7 +58,8 @@ def compare(
 ) -> Any:
     """A whole comparison; `fault` is planted in this project's half, `shape` changes its model's settings."""
     packing = "--packing false" not in words
-    given = f"--hf {folder / model} --steps {steps} --global_batch_size 4 --max_length {LENGTH} --lr 3e-4 {words}"
+    given = f"--hf {folder / model} --steps {steps} --global_batch_size 4 --max_length {LENGTH} {words}"
+    given += "" if "--lr " in words else " --lr 3e-4"
     flags, run = resolved(world, *given.split(), *(["--packing", "true"] if packing else []))
     prepared = rows(folder, packing=packing)
     changed = dataclasses.replace(run, shape=dataclasses.replace(run.shape, **shape))
