@@ -193,7 +193,8 @@ def make_batch(tokens: int) -> Any:
 
     ids = np.random.default_rng(0).integers(2, MODEL["vocab_size"], tokens).astype(np.int64)
     batch = build_micro_batch([[(ids, np.ones(tokens, dtype=np.uint8))]], tokens, 0, 1)
-    return StepBatch([batch], tokens, np.zeros((1, 1), dtype=np.int64), tokens, tokens - 1, tokens, tokens - 1)
+    rows = np.zeros((1, 1), dtype=np.int64)
+    return StepBatch([batch], tokens, rows, tokens, tokens - 1, tokens, tokens - 1, tokens**2, lambda row: [])
 
 
 def train_with_saver(chunks: Any, optimizer: Any, batch: Any, saver: Any, steps: int) -> tuple[float, float, float]:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import ChainedOptimizer
 
-from mcore_qwen3.cli.resolve import ResolvedRun
-from mcore_qwen3.config import to_yaml
+from mcore_qwen3.cli.resolve import ResolvedRun, train_iters
+from mcore_qwen3.config import to_flat_dict, to_yaml
 from mcore_qwen3.converters import (
     OptimizerSource,
     TorchDistSource,
@@ -32,6 +32,7 @@ from mcore_qwen3.model.build import build_chunks
 from mcore_qwen3.model.config import ModelOptions
 from mcore_qwen3.model.provider import choose_modules
 from mcore_qwen3.model.weights import read_weights
+from mcore_qwen3.planner.device_peak import peak_tflops
 from mcore_qwen3.runtime.device import Device
 from mcore_qwen3.train.checkpoint import CheckpointWriter, SavedTensor
 from mcore_qwen3.train.dry_batch import dry_microbatches, run_dry_batch
@@ -45,8 +46,11 @@ from mcore_qwen3.train.optimizer import (
     wrap_for_data_parallel,
 )
 from mcore_qwen3.train.optimizer_state import read_state
+from mcore_qwen3.train.profile import StepProfiler
+from mcore_qwen3.train.record import RunFacts
 from mcore_qwen3.train.saving import CheckpointSaver
 from mcore_qwen3.train.state import TrainState
+from mcore_qwen3.train.trackers import Tracker, TrackerSettings, open_tracker
 
 Say = Callable[[str], None]
 _Part = tuple[list[Chunk], list[Written]]
@@ -145,7 +149,52 @@ def training_batches(run: ResolvedRun, prepared: Prepared, consumed_samples: int
         consumed_samples=consumed_samples,
         seed=run.config.train.seed,
         num_workers=run.config.data.num_workers,
+        datasets=run.config.data.dataset if run.config.tracking.log_loss_per_dataset else (),
     )
+
+
+def run_facts(run: ResolvedRun, prepared: Prepared, device: Device) -> RunFacts:
+    """What the log needs to put a step's numbers in proportion."""
+    peak, why = None, "the device is a CPU"
+    if device.is_cuda:
+        name = torch.cuda.get_device_name(device.index)
+        peak, why = peak_tflops(name), f"the planner's table has no bf16 peak of {name}"
+        if not run.config.model.bf16:
+            peak, why = None, "peaks are of bf16, the run is fp32"
+    return RunFacts(
+        shape=run.shape,
+        train_iters=train_iters(run.config),
+        epoch_rows=prepared.train.rows,
+        world_size=run.layout.world_size,
+        peak_tflops=peak,
+        no_peak_because="" if peak else why,
+    )
+
+
+def open_trackers(run: ResolvedRun, start_iteration: int) -> list[Tracker]:
+    """What `--report_to` names, open; rank 0 alone calls this."""
+    flags = run.config.tracking
+    settings = TrackerSettings(
+        save=save_root(run),
+        config=to_flat_dict(run.config),
+        start_iteration=start_iteration,
+        tensorboard_dir=flags.tensorboard_dir,
+        wandb_project=flags.wandb_project,
+        wandb_exp_name=flags.wandb_exp_name,
+        swanlab_project=flags.swanlab_project,
+        swanlab_exp_name=flags.swanlab_exp_name,
+    )
+    return [open_tracker(name, settings) for name in dict.fromkeys(flags.report_to)]
+
+
+def profiler(run: ResolvedRun, device: Device) -> StepProfiler | None:
+    """What traces steps of this rank, None where it is asked for none."""
+    flags, rank = run.config.tracking, dist.get_rank()
+    if flags.profile_step_start is None or rank not in flags.profile_ranks:
+        return None
+    last = flags.profile_step_end or flags.profile_step_start
+    path = save_root(run) / "profile" / f"rank_{rank}.json.gz"
+    return StepProfiler(path, device, flags.profile_step_start, last, lambda text: print(text, flush=True))
 
 
 def dry_batch(

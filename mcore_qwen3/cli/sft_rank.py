@@ -74,14 +74,18 @@ def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> in
     parts.dry_batch(run, prepared, device, chunks, optimizer, say)
     save = parts.save_root(run)
     total = train_iters(config)
+    first = os.environ["RANK"] == "0"
+    facts = parts.run_facts(run, prepared, device)
     log = TrainLog(
         save,
-        total,
+        facts,
         config.train.log_interval,
-        active=os.environ["RANK"] == "0",
+        active=first,
         start_iteration=state.iteration,
-        world_size=run.layout.world_size,
+        trackers=parts.open_trackers(run, state.iteration) if first else (),
     )
+    if facts.peak_tflops is None:
+        say(f"MFU is not counted: {facts.no_peak_because}")
     if (restart := restarted(os.environ)) is not None:
         log.restart(state.iteration, restart.number, restart.reason)
     plan = Plan(
@@ -115,6 +119,7 @@ def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> in
             enter=heartbeat.enter,
             saver=parts.checkpoint_saver(run, log.say),
             log=log,
+            profiler=parts.profiler(run, device),
         ),
         state,
         stop,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mcore_qwen3.config.data import check_data
 from mcore_qwen3.config.run import RunConfig
+from mcore_qwen3.config.tracking import check_tracking
 from mcore_qwen3.errors import ConfigError
 
 _REQUIRED = {"load": "a checkpoint", "dataset": "at least one file of training rows"}
@@ -21,6 +22,7 @@ def check(config: RunConfig, command: str) -> None:
     _check_capacity(config)
     _check_best(config)
     _check_restarts(config)
+    check_tracking(config.tracking)
     if config.model.recompute_granularity == "selective" and not config.model.recompute_modules:
         raise ConfigError("selective recompute needs a module", seen="recompute_modules is empty", fix="name core_attn")
 

@@ -187,6 +187,26 @@ _TABLE = (
         lambda config, facts: config.model.cross_entropy_loss_fusion and not _is_bf16(config, facts),
     ),
     _Effect(
+        ("tensorboard_dir",),
+        "report_to does not name tensorboard",
+        lambda config, facts: "tensorboard" not in config.tracking.report_to,
+    ),
+    _Effect(
+        ("wandb_project", "wandb_exp_name"),
+        "report_to does not name wandb",
+        lambda config, facts: "wandb" not in config.tracking.report_to,
+    ),
+    _Effect(
+        ("swanlab_project", "swanlab_exp_name"),
+        "report_to does not name swanlab",
+        lambda config, facts: "swanlab" not in config.tracking.report_to,
+    ),
+    _Effect(
+        ("profile_ranks",),
+        "profile_step_start is unset",
+        lambda config, facts: config.tracking.profile_step_start is None,
+    ),
+    _Effect(
         ("finetune",),
         "an earlier run is continued, so --load is not read",
         lambda config, facts: not facts.reads_load,

@@ -18,6 +18,7 @@ from mcore_qwen3.config.launch import LaunchFlags
 from mcore_qwen3.config.model import ModelFlags
 from mcore_qwen3.config.optim import OptimFlags
 from mcore_qwen3.config.parallel import ParallelFlags
+from mcore_qwen3.config.tracking import TrackingFlags
 from mcore_qwen3.config.train import TrainFlags
 
 
@@ -30,6 +31,7 @@ class RunConfig:
     data: DataFlags = field(default_factory=DataFlags)
     train: TrainFlags = field(default_factory=TrainFlags)
     optim: OptimFlags = field(default_factory=OptimFlags)
+    tracking: TrackingFlags = field(default_factory=TrackingFlags)
     checkpoint: CheckpointFlags = field(default_factory=CheckpointFlags)
     launch: LaunchFlags = field(default_factory=LaunchFlags)
 

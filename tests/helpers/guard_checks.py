@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from helpers.log_checks import run_facts
 from helpers.tiny import Sample
 from helpers.train_checks import adam_steps, batch_of, changed, copies, new_trainer
 from helpers.training import Cut, Layout
@@ -48,7 +49,7 @@ def run_loop(
 
     chunks, optimizer = new_trainer(model_dir, layout, **options)
     active = dist.get_rank() == 0
-    log = TrainLog(Path(save), len(batches), 1, active=active, start_iteration=0, world_size=1)
+    log = TrainLog(Path(save), run_facts(len(batches)), 1, active=active, start_iteration=0)
     phases: list[str] = []
     saver = mock.Mock()
     saver.save.side_effect = lambda state, chunks, optimizer: state

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from helpers.log_checks import run_facts
 from helpers.tiny import Sample
 from helpers.training import Cut, Layout, build, step_batch
 
@@ -293,7 +294,7 @@ def loop_story(
 
     story: list[str] = []
     stop = loop.StopRequest(time_limit)
-    batch = SimpleNamespace(global_tokens=10)
+    batch = SimpleNamespace(global_tokens=10, global_squared_lengths=100, row_length=8)
 
     def enter(phase: str, iteration: int) -> None:
         if watched:
@@ -317,7 +318,7 @@ def loop_story(
         evaluation=lambda: iter([batch, batch]),  # type: ignore[list-item]
         saver=_NotingSaver(story, stop, stop_in_save),  # type: ignore[arg-type]
         enter=enter,
-        log=TrainLog(Path(directory), train_iters, 1, active=False, start_iteration=0, world_size=1),
+        log=TrainLog(Path(directory), run_facts(train_iters), 1, active=False, start_iteration=0),
     )
     plan = loop.Plan(
         train_iters=train_iters,

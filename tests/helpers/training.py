@@ -76,8 +76,9 @@ def step_batch(samples: list[Sample], cut: Cut, data: int, dp_rank: int, context
     ]
     trained = sum(int(sample.mask[1:].sum()) for sample in samples)
     tokens = sum(len(sample.ids) for sample in samples)
+    squares = sum(len(sample.ids) ** 2 for sample in samples)
     return StepBatch(
-        micro_batches, length, places, tokens, trained, tokens, trained, lambda row: [f"rows.jsonl:{row + 1}"]
+        micro_batches, length, places, tokens, trained, tokens, trained, squares, lambda row: [f"rows.jsonl:{row + 1}"]
     )
 
 
