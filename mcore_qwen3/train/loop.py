@@ -22,7 +22,7 @@ from mcore_qwen3.train.optimizer import Chunks
 from mcore_qwen3.train.profile import StepProfiler
 from mcore_qwen3.train.record import StepFacts
 from mcore_qwen3.train.saving import CheckpointSaver
-from mcore_qwen3.train.schedule import LearningRate
+from mcore_qwen3.train.schedule import LearningRate, WeightDecay
 from mcore_qwen3.train.state import TrainState
 from mcore_qwen3.train.step import train_step
 
@@ -68,6 +68,7 @@ class Parts:
     chunks: Chunks
     optimizer: ChainedOptimizer
     schedule: LearningRate
+    weight_decay: WeightDecay
     batches: Iterator[StepBatch]
     evaluation: Callable[[], Iterator[StepBatch]] | None
     saver: CheckpointSaver
@@ -157,7 +158,7 @@ def _one_step(plan: Plan, parts: Parts, state: TrainState, guards: Guards) -> Tr
     batch = next(parts.batches)
     wait = time.monotonic() - began
     lr = parts.schedule.at(state.iteration)
-    result = train_step(parts.chunks, parts.optimizer, batch, lr)
+    result = train_step(parts.chunks, parts.optimizer, batch, lr, parts.weight_decay.at(state.iteration))
     state = state.after_step(
         samples=plan.global_batch_size,
         tokens=batch.global_tokens,

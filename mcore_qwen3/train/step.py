@@ -162,8 +162,10 @@ def start_routers(batch: StepBatch) -> None:
     )
 
 
-def train_step(chunks: Chunks, optimizer: ChainedOptimizer, batch: StepBatch, lr: float) -> StepResult:
-    """Forward, backward, clip and update on one global batch.
+def train_step(
+    chunks: Chunks, optimizer: ChainedOptimizer, batch: StepBatch, lr: float, weight_decay: float | None = None
+) -> StepResult:
+    """Forward, backward, clip and update on one global batch; learning rate and weight decay as `optimizer.update`.
 
     Where `reason_to_skip` has one, no weight, moment or count of the optimizer is touched, on any rank: the numbers it
     looks at are sums over all ranks.
@@ -178,7 +180,7 @@ def train_step(chunks: Chunks, optimizer: ChainedOptimizer, batch: StepBatch, lr
     norm = gradient_norm(optimizer)
     skipped = reason_to_skip(loss, trained, norm)
     if not skipped:
-        update(optimizer, lr)
+        update(optimizer, lr, weight_decay)
     datasets = _dataset_losses(batch.datasets, by_dataset)
     return StepResult(loss, trained, router, norm if trained else None, skipped, expert_tokens, datasets)
 

@@ -44,7 +44,7 @@ def run_loop(
     from mcore_qwen3.runtime.device import cpu
     from mcore_qwen3.train import loop
     from mcore_qwen3.train.log import TrainLog
-    from mcore_qwen3.train.schedule import LearningRate
+    from mcore_qwen3.train.schedule import LearningRate, WeightDecay
     from mcore_qwen3.train.state import TrainState
 
     chunks, optimizer = new_trainer(model_dir, layout, **options)
@@ -58,6 +58,7 @@ def run_loop(
         chunks=chunks,
         optimizer=optimizer,
         schedule=LearningRate(lr=1e-3, min_lr=1e-3, style="constant", warmup_iters=0, decay_iters=len(batches)),
+        weight_decay=WeightDecay(start=0.1, end=0.1),
         batches=iter([batch_of(rows, cut, layout) for rows in batches]),
         evaluation=None,
         enter=lambda phase, iteration: phases.append(phase),

@@ -58,9 +58,7 @@ def write_log(
     facts = run_facts(train_iters, 2, **({"peak_tflops": peak_tflops} if peak_tflops else {}))
     screen = Terminal() if terminal else io.StringIO()
     with mock.patch.object(sys, "stdout", screen):
-        log = TrainLog(
-            Path(directory), facts, log_interval, active=active, start_iteration=start, trackers=trackers()
-        )
+        log = TrainLog(Path(directory), facts, log_interval, active=active, start_iteration=start, trackers=trackers())
         for number, fields in enumerate(steps, start + 1):
             tokens = fields.pop("tokens", 100)
             evaluation = fields.pop("eval_loss", None)

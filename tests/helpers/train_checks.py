@@ -17,11 +17,11 @@ from helpers.training import Cut, Layout, build, step_batch
 
 def new_trainer(model_dir: str, layout: Layout, *, weight_decay: float = 0.1, **options: Any) -> tuple[Any, Any]:
     """(chunks of the wrapped model, optimizer) on this rank."""
-    from mcore_qwen3.train.optimizer import AdamSettings, build_optimizer, wrap_for_data_parallel
+    from mcore_qwen3.train.optimizer import OptimizerSettings, build_optimizer, wrap_for_data_parallel
 
     _, models = build(model_dir, layout, **options)
     chunks = wrap_for_data_parallel(models)
-    return chunks, build_optimizer(chunks, AdamSettings(weight_decay=weight_decay))
+    return chunks, build_optimizer(chunks, OptimizerSettings(weight_decay=weight_decay))
 
 
 def batch_of(rows: list[Sample], cut: Cut, layout: Layout) -> Any:
@@ -288,7 +288,7 @@ def loop_story(
     from mcore_qwen3.train.evaluation import EvalSums
     from mcore_qwen3.train.finite import NonFiniteError
     from mcore_qwen3.train.log import TrainLog
-    from mcore_qwen3.train.schedule import LearningRate
+    from mcore_qwen3.train.schedule import LearningRate, WeightDecay
     from mcore_qwen3.train.state import TrainState
     from mcore_qwen3.train.step import StepResult
 
@@ -300,7 +300,7 @@ def loop_story(
         if watched:
             story.append(f"{phase} after {iteration}")
 
-    def step(model: Any, optimizer: Any, batch: Any, lr: float) -> StepResult:
+    def step(model: Any, optimizer: Any, batch: Any, lr: float, weight_decay: float) -> StepResult:
         story.append(f"step lr {lr:.1f}")
         number = len([line for line in story if line.startswith("step")])
         if number == stop_at:
@@ -314,6 +314,7 @@ def loop_story(
         chunks=None,  # type: ignore[arg-type]
         optimizer=object(),  # type: ignore[arg-type]
         schedule=LearningRate(lr=10.0, min_lr=0.0, style="linear", warmup_iters=0, decay_iters=10),
+        weight_decay=WeightDecay(start=0.1, end=0.1),
         batches=iter([batch] * train_iters),  # type: ignore[list-item]
         evaluation=lambda: iter([batch, batch]),  # type: ignore[list-item]
         saver=_NotingSaver(story, stop, stop_in_save),  # type: ignore[arg-type]

@@ -70,14 +70,16 @@ def gflop(model: str, length: float) -> float:
     6 [L (h (q + 2 g) + q h + 3 h f K) + h V] + 6 L q length: L layers, hidden h, query width q, key width g, expert width f,
     K experts a token, vocabulary V.
     """
-    L, h, q, g, f, K, V = {  # noqa: N806
+    L, h, q, g, f, K, V = {
         "30B": (48, 2048, 4096, 512, 768, 8, 151936),
         "235B": (94, 4096, 8192, 512, 1536, 8, 151936),
     }[model]
     return 6 * (L * (h * (q + 2 * g) + q * h + 3 * h * f * K) + h * V + L * q * length) / 1e9
 
 
-@pytest.mark.parametrize(("model", "name", "told"), [("30B", "Qwen3-30B-A3B", 23.01), ("235B", "Qwen3-235B-A22B", 148.0)])
+@pytest.mark.parametrize(
+    ("model", "name", "told"), [("30B", "Qwen3-30B-A3B", 23.01), ("235B", "Qwen3-235B-A22B", 148.0)]
+)
 def test_flops_and_mfu_are_those_of_published_runs(model: str, name: str, told: float, tmp_path: Path) -> None:
     assert gflop(model, 4096) == pytest.approx(told, rel=5e-4)
     options = {"model": name, "tokens": 4096, "peak_tflops": 989.0}
