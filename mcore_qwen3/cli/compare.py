@@ -131,7 +131,7 @@ def _head(config: CompareConfig, run: ResolvedRun, hf_shape: ModelShape) -> list
     count = count_parameters(run.shape).total
     lines = [
         f"megatron: {run.model.name} ({run.shape.model_type}, {count:,} parameters), {run.layout.grid_text()}",
-        f"plain loop: {config.plain.hf} by transformers, torch's AdamW, one process, after the ranks have ended",
+        f"plain loop: {config.plain.hf} by transformers, torch's optimizer, one process, after the ranks have ended",
         f"both: fp32, device {run.config.launch.device}, {config.plain.steps} steps; {batch_text(run)}",
         *differing_settings(run.shape, hf_shape),
     ]

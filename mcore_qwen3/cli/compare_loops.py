@@ -13,7 +13,7 @@ from mcore_qwen3.cli.compare_faults import fault_of_activations, fault_of_gradie
 from mcore_qwen3.cli.compare_rank import OurStep
 from mcore_qwen3.cli.compare_tensors import Pair, activation_pairs, parameter_pairs
 from mcore_qwen3.cli.plain_loop import Activations, PlainSettings, PlainStep, load_plain_model, plain_loop
-from mcore_qwen3.cli.resolve import ResolvedRun
+from mcore_qwen3.cli.resolve import ResolvedRun, train_iters
 from mcore_qwen3.config import CompareConfig, decay_iters, warmup_iters
 from mcore_qwen3.config.compare import PlainLoopFlags
 from mcore_qwen3.data.batches import StepBatch, train_batches
@@ -202,15 +202,24 @@ def settings_of(flags: PlainLoopFlags, run: ResolvedRun) -> PlainSettings:
     optim = run.config.optim
     return PlainSettings(
         steps=flags.steps,
+        optimizer=optim.optimizer,
         lr=optim.lr,
         min_lr=optim.min_lr,
         lr_decay_style=optim.lr_decay_style,
         lr_warmup_iters=warmup_iters(run.config),
+        lr_warmup_init=optim.lr_warmup_init,
         lr_decay_iters=decay_iters(run.config),
+        lr_wsd_decay_iters=optim.lr_wsd_decay_iters or 0,
+        lr_wsd_decay_style=optim.lr_wsd_decay_style,
         weight_decay=optim.weight_decay,
+        start_weight_decay=optim.start_weight_decay or 0.0,
+        end_weight_decay=optim.end_weight_decay or 0.0,
+        weight_decay_incr_style=optim.weight_decay_incr_style,
+        train_iters=train_iters(run.config),
         adam_beta1=optim.adam_beta1,
         adam_beta2=optim.adam_beta2,
         adam_eps=optim.adam_eps,
+        sgd_momentum=optim.sgd_momentum,
         clip_grad=optim.clip_grad,
     )
 

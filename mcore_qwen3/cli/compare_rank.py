@@ -77,18 +77,19 @@ def our_steps(
         (the steps, this rank's tensors of the first one), or why it was stopped.
     """
     from mcore_qwen3.cli import rank_parts as parts
+    from mcore_qwen3.cli.rank_settings import schedules
     from mcore_qwen3.train.first_step import first_step
     from mcore_qwen3.train.step import train_step
 
     chunks, optimizer, state = parts.build(run, device, say)
-    schedule = parts.learning_rate(run.config)
+    rate, weight_decay = schedules(run.config)
     first: Snapshot | None = None
     done: list[OurStep] = []
     for batch in parts.training_batches(run, prepared, state.consumed_samples):
         if first is None:
             first = first_step(chunks, optimizer, batch)
-        lr = schedule.at(len(done))
-        result = train_step(chunks, optimizer, batch, lr)
+        lr = rate.at(len(done))
+        result = train_step(chunks, optimizer, batch, lr, weight_decay.at(len(done)))
         done.append(OurStep(result.loss, result.grad_norm or 0.0, lr, result.skipped))
         say(f"megatron step {len(done)}/{steps}: loss {result.loss:.6f}, gradient norm {done[-1].grad_norm:.6f}")
         if why := stopped():

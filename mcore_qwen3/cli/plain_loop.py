@@ -29,15 +29,24 @@ class PlainSettings:
     """Names as the flags; the warm-up and the decay in steps."""
 
     steps: int
+    optimizer: str
     lr: float
     min_lr: float
     lr_decay_style: str
     lr_warmup_iters: int
+    lr_warmup_init: float
     lr_decay_iters: int
+    lr_wsd_decay_iters: int
+    lr_wsd_decay_style: str
     weight_decay: float
+    start_weight_decay: float
+    end_weight_decay: float
+    weight_decay_incr_style: str
+    train_iters: int
     adam_beta1: float
     adam_beta2: float
     adam_eps: float
+    sgd_momentum: float
     clip_grad: float
 
 
@@ -75,13 +84,7 @@ def plain_loop(
         settings: what to do.
         after_first_backward: called once, when the gradients of the first step are complete and nothing is updated.
     """
-    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]  # norms
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}],
-        betas=(settings.adam_beta1, settings.adam_beta2),
-        eps=settings.adam_eps,
-    )
+    optimizer = _optimizer(model, settings)
     for step in range(settings.steps):
         parts = [next(batches) for batches in ranks]
         trained = parts[0].global_trained_tokens
@@ -97,13 +100,25 @@ def plain_loop(
             total += float(loss.detach())
         if recorder is not None:
             after_first_backward(recorder.activations)
-        rate = learning_rate(settings, step)
+        rate, decay = learning_rate(settings, step), weight_decay(settings, step)
         for group in optimizer.param_groups:
             group["lr"] = rate
+            group["weight_decay"] = decay if group["decayed"] else 0.0
         norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad or math.inf))
         if trained:
             optimizer.step()
         yield PlainStep(total, norm, rate)
+
+
+def _optimizer(model: torch.nn.Module, settings: PlainSettings) -> torch.optim.Optimizer:
+    """Matrices have weight decay, vectors (norms) have none."""
+    groups = [
+        {"params": [each for each in model.parameters() if (each.dim() > 1) == decayed], "decayed": decayed}
+        for decayed in (True, False)
+    ]
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(groups, momentum=settings.sgd_momentum)
+    return torch.optim.AdamW(groups, betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps)
 
 
 def token_losses(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
@@ -121,14 +136,38 @@ def token_losses(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
 
 
 def learning_rate(settings: PlainSettings, finished: int) -> float:
-    """The rate of the step after `finished` finished ones: a linear warm-up from 0, then the decay to min_lr."""
-    warmup, decay = settings.lr_warmup_iters, settings.lr_decay_iters
+    """The rate of the step after `finished` finished ones, by the definitions of Megatron's flags."""
+    warmup, decay, style = settings.lr_warmup_iters, settings.lr_decay_iters, settings.lr_decay_style
     if finished < warmup:
-        return settings.lr * finished / warmup
-    done = min(1.0, (finished - warmup) / (decay - warmup))
-    left = {"constant": 1.0, "linear": 1.0 - done, "cosine": (1.0 + math.cos(math.pi * done)) / 2}
-    floor = 0.0 if settings.lr_decay_style == "constant" else settings.min_lr
-    return floor + (settings.lr - floor) * left[settings.lr_decay_style]
+        start = settings.lr_warmup_init
+        return start + (settings.lr - start) * finished / warmup
+    if style == "constant":
+        return settings.lr
+    if finished > decay:
+        return settings.min_lr
+    if style == "inverse-square-root":
+        return max(settings.min_lr, settings.lr * (max(warmup, 1) / max(finished, 1)) ** 0.5)
+    if style == "WSD":
+        style, begin = settings.lr_wsd_decay_style, decay - settings.lr_wsd_decay_iters
+        done = max(0, finished - begin) / settings.lr_wsd_decay_iters
+    else:
+        done = (finished - warmup) / (decay - warmup)
+    left = {
+        "linear": 1 - done,
+        "cosine": math.cos(math.pi * done / 2) ** 2,
+        "exponential": 2 ** (1 - done) - 1,
+        "minus_sqrt": 1 - done**0.5,
+    }[style]
+    return settings.min_lr + (settings.lr - settings.min_lr) * left
+
+
+def weight_decay(settings: PlainSettings, finished: int) -> float:
+    """The weight decay of that step, likewise."""
+    if settings.weight_decay_incr_style == "constant":
+        return settings.weight_decay
+    done = min(1.0, finished / settings.train_iters)
+    share = done if settings.weight_decay_incr_style == "linear" else math.sin(math.pi * done / 2) ** 2
+    return settings.start_weight_decay + (settings.end_weight_decay - settings.start_weight_decay) * share
 
 
 _attention_seen: Callable[[int, dict[str, torch.Tensor]], None] | None = None

@@ -78,6 +78,7 @@ def start_groups(run: ResolvedRun, device: Device) -> None:
 def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> int:
     """Build everything, train, and return the exit code. Megatron is imported here, after its stand-ins."""
     from mcore_qwen3.cli import rank_parts as parts
+    from mcore_qwen3.cli.rank_settings import schedules
     from mcore_qwen3.train.log import TrainLog
     from mcore_qwen3.train.loop import Parts, Plan, StopRequest, train
 
@@ -89,14 +90,18 @@ def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> in
     parts.dry_batch(run, prepared, device, chunks, optimizer, say)
     save = parts.save_root(run)
     total = train_iters(config)
+    first = os.environ["RANK"] == "0"
+    facts = parts.run_facts(run, prepared, device)
     log = TrainLog(
         save,
-        total,
+        facts,
         config.train.log_interval,
-        active=os.environ["RANK"] == "0",
+        active=first,
         start_iteration=state.iteration,
-        world_size=run.layout.world_size,
+        trackers=parts.open_trackers(run, state.iteration) if first else (),
     )
+    if facts.peak_tflops is None:
+        say(f"MFU is not counted: {facts.no_peak_because}")
     if (restart := restarted(os.environ)) is not None:
         log.restart(state.iteration, restart.number, restart.reason)
     plan = Plan(
@@ -110,6 +115,7 @@ def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> in
         metric_for_best_model=config.checkpoint.metric_for_best_model or "",
         greater_is_better=greater_is_better(config),
     )
+    rate, weight_decay = schedules(config)
     evaluation = parts.evaluation(run, prepared)
     state = train(
         plan,
@@ -117,12 +123,14 @@ def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> in
             device=device,
             chunks=chunks,
             optimizer=optimizer,
-            schedule=parts.learning_rate(config),
+            schedule=rate,
+            weight_decay=weight_decay,
             batches=heartbeat.around("step", parts.training_batches(run, prepared, state.consumed_samples)),
             evaluation=evaluation and (lambda: heartbeat.around("evaluation", evaluation())),
             enter=heartbeat.enter,
             saver=parts.checkpoint_saver(run, log.say),
             log=log,
+            profiler=parts.profiler(run, device),
         ),
         state,
         stop,

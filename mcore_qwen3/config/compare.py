@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import Any
 
-from mcore_qwen3.config.checkpoint import CheckpointFlags
 from mcore_qwen3.config.checks import check
 from mcore_qwen3.config.flags import flag
-from mcore_qwen3.config.run import RunConfig, with_values
+from mcore_qwen3.config.optim import freezes
+from mcore_qwen3.config.run import RunConfig, iter_flags, with_values
 from mcore_qwen3.errors import ConfigError
 
 EXIT_STOPPED = 130  # what a shell returns for SIGINT: nothing was compared
-# Flags of a training run that do nothing here, beside those of checkpoints.
+_DEFAULTS = {each.name: each.default for each in iter_flags()}
+# Of a training run's flags, those that have no part in a comparison in fp32 that saves and tells nothing.
 _IDLE = frozenset(
-    {"bf16", "eval_on_start", "max_skipped_iters", "log_interval", "exit_duration_in_mins"}
-    | {"exit_code_on_signal", "max_restarts"}
+    {each.name for each in iter_flags() if each.section in ("checkpoint", "tracking", "numerics")}
+    - {"overlap_grad_reduce", "overlap_param_gather", "moe_flex_dispatcher_backend"}
+    | {"bf16", "eval_on_start", "max_skipped_iters", "log_interval", "exit_duration_in_mins", "exit_code_on_signal"}
+    | {"max_restarts", "step_timeout"}
 )
 
 
@@ -42,23 +46,22 @@ class CompareConfig(RunConfig):
 def compared_run(config: CompareConfig) -> RunConfig:
     """The training run that is compared: in fp32, and nothing is saved, continued or started again."""
     run = RunConfig(**{section.name: getattr(config, section.name) for section in fields(RunConfig)})
-    values = {
+    values: dict[str, Any] = {name: _DEFAULTS[name] for name in _IDLE}
+    values |= {
         "load": config.model.load or config.plain.hf,
         "bf16": False,
-        "max_restarts": 0,
         "exit_code_on_signal": EXIT_STOPPED,
         "save": "nothing is saved",
         "resume": "never",
     }
     if config.train.train_iters is None and config.train.num_train_epochs is None:
         values["train_iters"] = config.plain.steps
-    unsaved = {each.name: getattr(CheckpointFlags(), each.name) for each in fields(CheckpointFlags)}
-    return with_values(run, unsaved | values)
+    return with_values(run, values)
 
 
 def idle_flags(explicit: frozenset[str]) -> list[str]:
     """Those of the flags that the user set that do nothing in a comparison."""
-    return sorted(explicit & (_IDLE | {each.name for each in fields(CheckpointFlags)}))
+    return sorted(explicit & _IDLE)
 
 
 def check_compare(config: CompareConfig) -> None:
@@ -72,6 +75,12 @@ def check_compare(config: CompareConfig) -> None:
             "the plain loop drops no token",
             seen=f"--moe_expert_capacity_factor {config.model.moe_expert_capacity_factor}",
             fix="compare without it",
+        )
+    if config.optim.lr_mult or freezes(config.optim):
+        raise ConfigError(
+            "the plain loop trains every parameter at one rate",
+            seen="--lr_mult, or parameters that are frozen",
+            fix="compare without them",
         )
     run = compared_run(config)
     iters = run.train.train_iters

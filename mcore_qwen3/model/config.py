@@ -35,7 +35,12 @@ class ModelOptions:
     moe_pad_expert_input_to_capacity: bool = False
     moe_token_drop_policy: str = "probs"
     moe_token_dispatcher_type: str = "alltoall"
+    moe_flex_dispatcher_backend: str = "deepep"
+    moe_permute_fusion: bool = False
     cross_entropy_loss_fusion: bool = True
+    cross_entropy_fusion_impl: str = "native"
+    fp8_format: str | None = None
+    fp8_recipe: str = "delayed"
     recompute_granularity: str = "none"
     recompute_modules: tuple[str, ...] = ("core_attn",)
     recompute_method: str | None = None
@@ -66,6 +71,8 @@ def _moe_settings(shape: ModelShape, options: ModelOptions) -> dict:
         "moe_pad_expert_input_to_capacity": options.moe_pad_expert_input_to_capacity,
         "moe_token_drop_policy": options.moe_token_drop_policy,
         "moe_token_dispatcher_type": options.moe_token_dispatcher_type,
+        "moe_flex_dispatcher_backend": options.moe_flex_dispatcher_backend,
+        "moe_permute_fusion": options.moe_permute_fusion,
         "moe_grouped_gemm": options.moe_grouped_gemm,
         # A list makes megatron save layer by layer, so only a mixed model gets one.
         "moe_layer_freq": [int(has_experts) for has_experts in shape.moe_layers] if shape.is_mixed else 1,
@@ -126,7 +133,9 @@ def transformer_config(shape: ModelShape, layout: ParallelLayout, options: Model
         **_recompute_settings(shape, options),
         # Megatron's fused form rounds the logits' gradient to bf16 whatever the run's dtype: not in an fp32 run.
         cross_entropy_loss_fusion=options.cross_entropy_loss_fusion and options.bf16,
-        cross_entropy_fusion_impl="native",
+        cross_entropy_fusion_impl=options.cross_entropy_fusion_impl,
+        fp8=options.fp8_format,
+        fp8_recipe=options.fp8_recipe,
         attention_backend=AttnBackend[options.attention_backend],
         attention_softmax_in_fp32=True,
         bias_activation_fusion=options.on_cuda,

@@ -1,4 +1,4 @@
-"""Adam's moments (and bf16's fp32 weights) as pieces of global tensors, so that any layout can read what another wrote.
+"""The optimizer's moments (and bf16's fp32 weights) as pieces of global tensors, so that any layout can read what another wrote.
 
 Megatron's distributed optimizer keeps, of each parameter, one flat range a data-parallel rank. A flat range of a row-major
 array is a few rectangles, and a rectangle has a place in the global tensor: so each rank writes and reads its own part,
@@ -22,7 +22,7 @@ from mcore_qwen3.model.pieces import Block, Index, Piece, flat_range_blocks, pie
 from mcore_qwen3.model.weights import Source, check_shape, read_block
 
 PREFIX = "optimizer.state."
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 MASTER = "param"
 
 
@@ -50,20 +50,31 @@ class StatePart:
 def ensure_state(optimizer: ChainedOptimizer) -> None:
     """Allocate the moments of an optimizer that has not stepped yet, all zero, without changing a weight.
 
-    A step with zero gradients and learning rate 0 allocates them in torch's, apex's and transformer-engine's Adam alike.
+    A step with zero gradients and learning rate 0 allocates them in torch's, apex's and transformer-engine's optimizers
+    alike.
     """
-    for part in optimizer.chained_optimizers:
-        assert isinstance(part, DistributedOptimizer)
+    for part in _parts(optimizer):
         if not part.optimizer.state:
             for group in part.optimizer.param_groups:
                 group["lr"] = 0.0
             part._init_optimizer_states_with_dummy_values()
             _set_step(part, 0)  # it was none of the run's
+            for state in part.optimizer.state.values():
+                if "momentum_buffer" in state:  # SGD has put the weight decay of that step in
+                    state["momentum_buffer"].zero_()
+
+
+def _parts(optimizer: ChainedOptimizer) -> Iterator[DistributedOptimizer]:
+    """Megatron's optimizers of this rank; one without a parameter to train has no state."""
+    for part in optimizer.chained_optimizers:
+        assert isinstance(part, DistributedOptimizer)
+        if not part.is_stub_optimizer:
+            yield part
 
 
 def set_step(optimizer: ChainedOptimizer, step: int) -> None:
     """Set the number of finished updates, which Adam's bias correction counts."""
-    for part in optimizer.chained_optimizers:
+    for part in _parts(optimizer):
         _set_step(part, step)
 
 
@@ -90,10 +101,11 @@ def state_parts(
     for model in models:
         for piece in pieces(model):
             by_parameter[piece.parameter].append(piece)
-    names = (*MOMENTS, *((MASTER,) if with_master else ()))
-    for part in optimizer.chained_optimizers:
+    for part in _parts(optimizer):
         for parameter, start, stop in _own_ranges(part):
             tensors = part._get_main_param_and_optimizer_states(parameter)
+            moments = [name for name in MOMENTS[part.config.optimizer] if name in tensors]  # SGD may go without
+            names = [*moments, *([MASTER] if with_master else [])]
             for flat, rectangle in flat_range_blocks(start, stop, tuple(parameter.shape)):
                 for piece in by_parameter[parameter]:
                     common = rectangle.intersect(piece.block)
@@ -142,7 +154,11 @@ def read_state(
     has_master = any(key.startswith(f"{PREFIX}{MASTER}.") for key in entries)
     for part in state_parts(models, optimizer, with_master=with_master and has_master):
         if part.key not in entries:
-            raise ConversionError("the checkpoint lacks optimizer state of the model", seen=part.key)
+            raise ConversionError(
+                "the checkpoint lacks optimizer state of a weight that is trained",
+                seen=part.key,
+                fix="train what the run to continue trained, or --no_load_optim true",
+            )
         stored = tuple(entries[part.key].shape)
         check_shape(part.key, part.global_shape, stored, part.is_vocabulary)
         read_block(source, part.key, stored, part.block.slices, part.values)

@@ -96,14 +96,11 @@ def _no_sum_over_data_parallel_ranks() -> Any:
     return mock.patch.multiple(DistributedDataParallel, **nothing)
 
 
-def _adam_without_decay() -> Any:
-    from mcore_qwen3.cli import rank_parts
+def _no_weight_decay() -> Any:
+    from mcore_qwen3.train import step
 
-    def build(chunks: Any, settings: Any) -> Any:
-        return original(chunks, replace(settings, weight_decay=0.0))
-
-    original = rank_parts.build_optimizer
-    return mock.patch.object(rank_parts, "build_optimizer", build)
+    update = step.update
+    return mock.patch.object(step, "update", lambda optimizer, lr, weight_decay=None: update(optimizer, lr, 0.0))
 
 
 FAULTS = {
@@ -112,7 +109,7 @@ FAULTS = {
     "mask": _documents_see_each_other,
     "heads of the result": _heads_of_the_result_turned,
     "no sum": _no_sum_over_data_parallel_ranks,
-    "no decay": _adam_without_decay,
+    "no decay": _no_weight_decay,
 }
 
 
