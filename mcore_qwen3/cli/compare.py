@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from mcore_qwen3.arch import ModelShape, count_parameters, read_model_shape
 from mcore_qwen3.cli.convert_logits import available_memory
 from mcore_qwen3.cli.hub_model import find_model
-from mcore_qwen3.cli.report import batch_text
 from mcore_qwen3.cli.resolve import MODEL_VARIABLE, ResolvedRun, resolve, train_iters, with_steps, with_weights
+from mcore_qwen3.cli.run_lines import batch_text
 from mcore_qwen3.cli.sft import check_weights, launch_plan, limits, progress_on_screen
 from mcore_qwen3.config import (
     COMPARE,

@@ -176,7 +176,9 @@ def evaluation(run: ResolvedRun, prepared: Prepared) -> Callable[[], Iterator[St
     return lambda: eval_batches(prepared, run.batch, dp_rank=rank, eval_iters=run.config.train.eval_iters)
 
 
-def checkpoint_saver(run: ResolvedRun, say: Say) -> CheckpointSaver:
+def checkpoint_saver(
+    run: ResolvedRun, say: Say, saved: Callable[[int], None] = lambda iteration: None
+) -> CheckpointSaver:
     """What writes the run's checkpoints: torch_dist tensors, and the files that make the directory need nothing else."""
 
     def complete(directory: Path, parts: Sequence[_Part], iteration: int) -> None:
@@ -194,6 +196,7 @@ def checkpoint_saver(run: ResolvedRun, say: Say) -> CheckpointSaver:
         total_limit=run.config.checkpoint.save_total_limit,
         asynchronous=run.config.checkpoint.async_save,
         say=say,
+        saved=saved,
     )
 
 

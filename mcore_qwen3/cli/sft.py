@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from mcore_qwen3.cli.dry_run import dry_run_lines
-from mcore_qwen3.cli.report import plan_lines
 from mcore_qwen3.cli.resolve import (
     MODEL_VARIABLE,
     ResolvedRun,
@@ -23,6 +22,7 @@ from mcore_qwen3.cli.resolve import (
     with_weights,
 )
 from mcore_qwen3.cli.resume import TRACKER_VARIABLE, tracker_stamp, ways_out
+from mcore_qwen3.cli.run_lines import plan_lines
 from mcore_qwen3.config import ParsedRun, RunConfig, parse_args
 from mcore_qwen3.data.sources import check_entries
 from mcore_qwen3.launch import (

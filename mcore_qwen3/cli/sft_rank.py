@@ -128,7 +128,7 @@ def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> in
             batches=heartbeat.around("step", parts.training_batches(run, prepared, state.consumed_samples)),
             evaluation=evaluation and (lambda: heartbeat.around("evaluation", evaluation())),
             enter=heartbeat.enter,
-            saver=parts.checkpoint_saver(run, log.say),
+            saver=parts.checkpoint_saver(run, log.say, log.saved),
             log=log,
             profiler=parts.profiler(run, device),
         ),
@@ -136,6 +136,7 @@ def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> in
         stop,
     )
     heartbeat.enter("end")
+    log.stopped(state)
     log.close()
     if state.stopped_by != "end":
         say(f"stopped by {state.stopped_by} after step {state.iteration}; the same command continues")

@@ -1,7 +1,18 @@
 """Every setting of a run as frozen dataclasses: from flags and YAML, and back to YAML. Imports no torch."""
 
 from mcore_qwen3.config.checks import check_schedule, decay_iters, greater_is_better, warmup_iters
-from mcore_qwen3.config.commands import COMPARE, DATA, EXPORT, HF2MCORE, MCORE2HF, PLAN, VERIFY, ParsedRun, parse_args
+from mcore_qwen3.config.commands import (
+    COMPARE,
+    DATA,
+    EXPORT,
+    HF2MCORE,
+    MCORE2HF,
+    PLAN,
+    REPORT,
+    VERIFY,
+    ParsedRun,
+    parse_args,
+)
 from mcore_qwen3.config.compare import CompareConfig, compared_run, idle_flags
 from mcore_qwen3.config.convert import Hf2McoreConfig, Mcore2HfConfig, VerifyConfig, shard_bytes
 from mcore_qwen3.config.data import DataFlags, renamed_columns
@@ -21,6 +32,7 @@ __all__ = [
     "HF2MCORE",
     "MCORE2HF",
     "PLAN",
+    "REPORT",
     "VERIFY",
     "Command",
     "CompareConfig",

@@ -29,7 +29,7 @@ class Command[Config]:
         root: the class of its settings.
         aliases: other names of its flags.
         check: raises ConfigError for settings that break a rule.
-        words: flags whose values may also stand without their names, in this order.
+        words: flags whose values may also stand without their names, in this order; a list as the last takes the rest.
     """
 
     program: str
@@ -142,7 +142,8 @@ def _read_command_line(argv: list[str], command: Command[Any]) -> tuple[list[_Se
     unknown_flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
     if unknown_flags:
         raise _unknown_names(unknown_flags, [word.lstrip("-") for word in unknown_flags], command)
-    if len(unknown) > len(command.words):
+    values = _with_last_list(unknown, command)
+    if len(values) > len(command.words):
         raise ConfigError(
             "a word belongs to no flag", seen=" ".join(unknown[len(command.words) :]), fix="write --flag value"
         )
@@ -150,8 +151,16 @@ def _read_command_line(argv: list[str], command: Command[Any]) -> tuple[list[_Se
     if len(files) > 1:
         raise ConfigError("--config is given more than once", seen=", ".join(files), fix="name one file")
     settings = [_Setting(name, raw, f"--{name}") for name, raw in known.settings if name != "config"]
-    settings += [_Setting(name, word, name.upper()) for name, word in zip(command.words, unknown, strict=False)]
+    settings += [_Setting(name, word, name.upper()) for name, word in zip(command.words, values, strict=False)]
     return settings, files
+
+
+def _with_last_list(words: list[str], command: Command[Any]) -> list[Any]:
+    """The words without a flag, one value for each of the command's: the last of them, if a list, takes the rest."""
+    last = len(command.words) - 1
+    if last < 0 or len(words) <= last or command.flags()[command.words[last]].type != "list":
+        return list(words)
+    return [*words[:last], words[last:]]
 
 
 def _read_file(path: str, command: Command[Any]) -> list[_Setting]:

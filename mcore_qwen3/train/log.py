@@ -166,6 +166,16 @@ class TrainLog:
         if self._active:
             self._write({"event": "restart", "iteration": iteration, "restart": number, "reason": reason})
 
+    def saved(self, iteration: int) -> None:
+        """Record that the checkpoint of this step is complete."""
+        if self._active:
+            self._write({"event": "save", "iteration": iteration})
+
+    def stopped(self, state: TrainState) -> None:
+        """Record an orderly end and its reason: "end", or what asked for it."""
+        if self._active:
+            self._write({"event": "stop", "iteration": state.iteration, "reason": state.stopped_by})
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Around work that is no step: its time does not count in the time left."""
