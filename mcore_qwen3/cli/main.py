@@ -22,6 +22,7 @@ COMMANDS = {
     "compare": ("mcore_qwen3.cli.compare", "train a few steps here and in a plain transformers loop: do the two agree"),
     "plan": ("mcore_qwen3.cli.plan", "find a layout for a number of GPUs: will it fit, and how fast"),
     "export": ("mcore_qwen3.cli.export", "write a checkpoint in Hugging Face form (convert mcore2hf)"),
+    "report": ("mcore_qwen3.cli.report", "one HTML page of runs: curves, settings, expert load, events"),
     "convert": ("mcore_qwen3.cli.convert", "convert checkpoints, or compare two: the script convert"),
 }
 
