@@ -1,5 +1,5 @@
 # Every target sets up what it needs; a second call starts at once.
-.PHONY: help setup material quickstart test kill-test lint format gpu-check
+.PHONY: help setup material browser quickstart test kill-test lint format gpu-check
 .DEFAULT_GOAL := help
 
 PY := .venv/bin/python
@@ -13,6 +13,7 @@ help:
 	@echo "make gpu-check   the tests that need a GPU; says so and ends well where there is none"
 	@echo "make setup       only build .venv (Python >= 3.12; PYTHON=... names one)"
 	@echo "make material    only fetch the tokenizer and the example rows into .material"
+	@echo "make browser     only fetch a headless Chromium into .browser, for the tests of the report"
 
 setup: .venv/.setup-stamp
 .venv/.setup-stamp: pyproject.toml constraints.txt
@@ -23,12 +24,15 @@ setup: .venv/.setup-stamp
 material: setup
 	@$(PY) scripts/fetch_material.py
 
+browser: setup
+	@$(PY) scripts/fetch_browser.py
+
 quickstart: material
 	@$(PY) examples/quickstart.py
 
 # One thread a process: the tests run up to four ranks side by side.
 test: export OMP_NUM_THREADS ?= 1
-test: material
+test: material browser
 	$(PY) -m pytest
 
 KILLS ?= 30

@@ -93,16 +93,14 @@ def find_logs(places: Sequence[str]) -> list[RunLog]:
 
 
 def _names(files: Sequence[Path]) -> list[str]:
-    """Each run's folder, with as many folders above as tell it from the others."""
-    stems = [file.parent if file.name == LOG_FILE else file.with_suffix("") for file in files]
-    names = [stem.name or "run" for stem in stems]
+    """Each run's folder, with as many folders above as tell it from the others; one that is named twice has a number."""
+    stems = {file: file.parent if file.name == LOG_FILE else file.with_suffix("") for file in files}
+    names = {file: stem.name or "run" for file, stem in stems.items()}
     for depth in range(2, 6):
-        if len(set(names)) == len(names):
-            break
-        names = [
-            "/".join(stem.parts[-depth:]) if names.count(n) > 1 else n for stem, n in zip(stems, names, strict=True)
-        ]
-    return [name if names.index(name) == at else f"{name} ({at + 1})" for at, name in enumerate(names)]
+        shared = [name for name in names.values() if list(names.values()).count(name) > 1]
+        names |= {file: "/".join(stems[file].parts[-depth:]) for file, name in names.items() if name in shared}
+    shown = [names[file] for file in files]
+    return [name if shown.index(name) == at else f"{name} ({at + 1})" for at, name in enumerate(shown)]
 
 
 def read_run(file: Path, name: str) -> RunLog:
