@@ -16,6 +16,7 @@ PAGES = [
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/checkpoints.md",
+    "docs/compare.md",
     "docs/convert.md",
     "docs/layouts.md",
     "docs/data.md",
@@ -23,6 +24,7 @@ PAGES = [
     "docs/differences-from-ms-swift.md",
     "docs/numbers.md",
     "docs/planner.md",
+    "docs/report.md",
     "docs/stops-and-restarts.md",
 ]
 DIFFERENCES = "docs/differences-from-ms-swift.md"
