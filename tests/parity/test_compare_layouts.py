@@ -17,6 +17,10 @@ from helpers.tiny import write_model
 STEPS = 20
 TP, CP = "--tensor_model_parallel_size 2 --sequence_parallel true", "--context_parallel_size 2"
 PP, EP = "--pipeline_model_parallel_size 2", "--expert_model_parallel_size 2"
+SCHEDULES = (
+    "--optimizer sgd --lr 1e-2 --min_lr 1e-3 --lr_decay_style WSD --lr_wsd_decay_iters 6 --lr_warmup_iters 3 "
+    "--weight_decay_incr_style linear --start_weight_decay 0.0 --end_weight_decay 0.5 --clip_grad 0.5"
+)
 # Model, ranks, flags. Two layers a stage, so that an interleaved pipeline has two chunks.
 LAYOUTS = {
     "one": ("moe", 1, ""),
@@ -33,7 +37,7 @@ LAYOUTS = {
     "TP2xEP2+SP": ("moe", 4, f"{TP} {EP}"),
     "PP2xEP2": ("moe", 4, f"{PP} {EP}"),
     "TP2xCP2+SP": ("moe", 4, f"{TP} {CP}"),
-    "dense": ("dense", 1, ""),
+    "dense, SGD and schedules": ("dense", 1, SCHEDULES),
     "dense TP2+SP": ("dense", 2, TP),
     "dense tied PP2": ("tied", 2, PP),
 }
