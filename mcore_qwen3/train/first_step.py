@@ -89,7 +89,9 @@ class _Recorder:
         self._seen: set[tuple[str, int]] = set()
         self._tensor_rank = parallel_state.get_tensor_model_parallel_rank()
         ranks = parallel_state.get_context_parallel_world_size()
-        self._own = own_tokens(batch.cu_seqlens, ranks, parallel_state.get_context_parallel_rank())
+        self._own = torch.arange(batch.tokens.shape[1])
+        if ranks > 1:
+            self._own = own_tokens(batch.cu_seqlens, ranks, parallel_state.get_context_parallel_rank())
         # Between attention and MLP the tokens of a context-parallel rank are split again.
         self._split = self._own
         if model.config.sequence_parallel:

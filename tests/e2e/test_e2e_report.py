@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from e2e_kit import Site
-from helpers.browser import opened
+from helpers.browser import opened, started
 from helpers.comparing import rows
 from helpers.real_runs import two_runs
 from helpers.tiny import write_model
@@ -29,9 +29,14 @@ def page(site: Site) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shown(page: Path, repo_root: Path) -> Iterator[tuple[Any, list[str]]]:
-    with opened(repo_root, page, color_scheme="light") as both:
-        yield both
+def browser(repo_root: Path) -> Iterator[Any]:
+    with started(repo_root) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def shown(page: Path, browser: Any) -> tuple[Any, list[str]]:
+    return opened(browser, page, color_scheme="light")
 
 
 def test_both_runs_are_drawn_and_named_without_an_error(shown: tuple[Any, list[str]]) -> None:
@@ -57,7 +62,7 @@ def test_both_runs_are_drawn_and_named_without_an_error(shown: tuple[Any, list[s
         for name in NAMES[-curves.count() :]:
             assert name in page.locator(f"#chart-{chart} .values").inner_text()
     assert page.locator("#chart-loss path.overruled").count() == 1, "the four steps that were done again"
-    assert page.locator("#chart-loss text").all_inner_texts().count("step") == 1
+    assert page.locator("#chart-loss text").all_text_contents().count("step") == 1
     assert page.locator("figure.heat").count() == 2
 
 
@@ -79,26 +84,26 @@ def test_tables_tell_settings_and_events(shown: tuple[Any, list[str]]) -> None:
 
 
 def test_the_pointer_shows_values(shown: tuple[Any, list[str]], page: Path) -> None:
-    browser, wrong = shown
+    view, wrong = shown
     text = page.read_text(encoding="utf-8")
     data = json.loads(text.split('id="data">')[1].split("</script>")[0])
     steps, losses = data["runs"][0]["series"]["loss"]
-    drawing = browser.locator("#chart-loss svg")
+    drawing = view.locator("#chart-loss svg")
     drawing.scroll_into_view_if_needed()
     box = drawing.bounding_box()
-    browser.mouse.move(box["x"] + box["width"] * 0.55, box["y"] + box["height"] / 2)
-    values = browser.locator("#chart-loss .values").inner_text()
+    view.mouse.move(box["x"] + box["width"] * 0.55, box["y"] + box["height"] / 2)
+    values = view.locator("#chart-loss .values").inner_text()
     at = next(at for at, step in enumerate(steps) if f"{NAMES[0]} step {step}: " in values)
     assert 4 < at < 20
     assert f"step {steps[at]}: {losses[at]:.5g}" in values
-    assert browser.locator("#chart-loss line.cross").get_attribute("visibility") == "visible"
-    assert f"step {steps[at]}" in browser.locator("#chart-grad_norm .values").inner_text(), "all charts show the step"
-    heat = browser.locator("figure.heat canvas").first
+    assert view.locator("#chart-loss line.cross").get_attribute("visibility") == "visible"
+    assert f"step {steps[at]}" in view.locator("#chart-grad_norm .values").inner_text(), "all charts show the step"
+    heat = view.locator("figure.heat canvas").first
     heat.scroll_into_view_if_needed()
     box = heat.bounding_box()
-    browser.mouse.move(box["x"] + 3, box["y"] + box["height"] - 3)
+    view.mouse.move(box["x"] + 3, box["y"] + box["height"] - 3)
     load = data["runs"][0]["loads"]["loads"][0][-1]
-    assert f"step 1, layer with experts 1: {load:.5g}" in browser.locator("figure.heat .values").first.inner_text()
+    assert f"step 1, layer with experts 1: {load:.5g}" in view.locator("figure.heat .values").first.inner_text()
     assert wrong == []
 
 
@@ -108,7 +113,7 @@ def test_runs_hide_and_scales_change(shown: tuple[Any, list[str]]) -> None:
     before = path.first.get_attribute("d")
     page.get_by_label("logarithmic").check()
     assert path.first.get_attribute("d") != before
-    assert "logarithmic" in page.locator("#chart-loss text").all_inner_texts()
+    assert "logarithmic" in page.locator("#chart-loss text").all_text_contents()
     page.get_by_label("logarithmic").uncheck()
     assert path.first.get_attribute("d") == before
     page.get_by_label("smooth").check()
@@ -121,20 +126,25 @@ def test_runs_hide_and_scales_change(shown: tuple[Any, list[str]]) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_stands_out_from_its_paper(scheme: str, page: Path, repo_root: Path) -> None:
+def test_text_stands_out_from_its_paper(scheme: str, page: Path, browser: Any) -> None:
     """The contrast of WCAG 2 (AA): 4.5 to 1 for text, 3 to 1 for curves."""
-    with opened(repo_root, page, color_scheme=scheme) as (browser, wrong):
-        colours = browser.evaluate(
-            "['--paper', '--panel', '--ink', '--soft', '--warn', ...Array.from({length: 8}, (_, n) => `--c${n}`)].map("
-            "name => getComputedStyle(document.documentElement).getPropertyValue(name).trim())"
-        )
-        assert wrong == []
+    view, wrong = opened(browser, page, color_scheme=scheme)
+    colours = view.evaluate(
+        "['--paper', '--panel', '--ink', '--soft', '--warn', ...Array.from({length: 8}, (_, n) => `--c${n}`)].map("
+        "name => getComputedStyle(document.documentElement).getPropertyValue(name).trim())"
+    )
+    assert wrong == []
+    assert contrast("#ffffff", view.evaluate(_PAPER)) == pytest.approx(1 if scheme == "light" else 19, abs=1)
     paper, panel, *texts = colours
     for number, colour in enumerate(texts):
         assert min(contrast(colour, ground) for ground in (paper, panel)) >= (4.5 if number < 3 else 3), (
             colour,
             scheme,
         )
+
+
+_PAPER = """() => '#' + getComputedStyle(document.body).backgroundColor.match(/\\d+/g)
+    .map(part => Number(part).toString(16).padStart(2, '0')).join('')"""
 
 
 def contrast(one: str, other: str) -> float:
@@ -149,7 +159,7 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_a_hostile_run_is_shown_as_text(site: Site, repo_root: Path) -> None:
+def test_a_hostile_run_is_shown_as_text(site: Site, browser: Any) -> None:
     hostile = "<img src=x onerror=alert(1)>"
     folder = site.folder / hostile
     folder.mkdir()
@@ -160,11 +170,11 @@ def test_a_hostile_run_is_shown_as_text(site: Site, repo_root: Path) -> None:
     empty.mkdir()
     (empty / "train_log.jsonl").touch()
     assert site.run("report", folder, empty, "--output", "hostile.html").returncode == 0
-    with opened(repo_root, site.folder / "hostile.html") as (browser, wrong):
-        browser.wait_for_timeout(200)
-        assert wrong == []
-        assert browser.locator("img").count() == 0
-        assert browser.locator("script").count() == 2
-        assert hostile in browser.title()
-        assert f"alert(2)</script>{hostile}" in browser.locator("#events").inner_text()
-        assert "empty: the log has no finished step" in browser.locator("#summary").inner_text()
+    view, wrong = opened(browser, site.folder / "hostile.html")
+    view.wait_for_timeout(200)
+    assert wrong == []
+    assert view.locator("img").count() == 0
+    assert view.locator("script").count() == 2
+    assert hostile in view.title()
+    assert f"alert(2)</script>{hostile}" in view.locator("#events").inner_text()
+    assert "empty: the log has no finished step" in view.locator("#summary").inner_text()

@@ -42,21 +42,26 @@ def _fonts(folder: Path) -> Path:
 
 
 @contextmanager
-def opened(root: Path, page: Path, **options: Any) -> Iterator[tuple[Any, list[str]]]:
-    """(the page in the browser, what went wrong in it so far: messages of the console, errors, requests to elsewhere)."""
+def started(root: Path) -> Iterator[Any]:
+    """The browser."""
     from playwright.sync_api import sync_playwright
 
     program, environment = find_browser(root)
-    wrong: list[str] = []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=program, args=_ARGUMENTS, env={**os.environ, **environment}
         )
-        shown = browser.new_page(viewport={"width": 1280, "height": 900}, **options)
-        shown.on("console", lambda message: wrong.append(f"{message.type}: {message.text}"))
-        shown.on("pageerror", lambda error: wrong.append(f"error: {error}"))
-        shown.on("dialog", lambda dialog: wrong.append(f"dialog: {dialog.message}"))
-        shown.on("request", lambda asked: None if asked.url == page.as_uri() else wrong.append(f"request: {asked.url}"))
-        shown.goto(page.as_uri())
-        yield shown, wrong
+        yield browser
         browser.close()
+
+
+def opened(browser: Any, page: Path, **options: Any) -> tuple[Any, list[str]]:
+    """(the page, what goes wrong in it: messages of the console, errors, dialogs, requests to elsewhere)."""
+    wrong: list[str] = []
+    shown = browser.new_page(viewport={"width": 1280, "height": 900}, **options)
+    shown.on("console", lambda message: wrong.append(f"{message.type}: {message.text}"))
+    shown.on("pageerror", lambda error: wrong.append(f"error: {error}"))
+    shown.on("dialog", lambda dialog: wrong.append(f"dialog: {dialog.message}"))
+    shown.on("request", lambda asked: None if asked.url == page.as_uri() else wrong.append(f"request: {asked.url}"))
+    shown.goto(page.as_uri())
+    return shown, wrong

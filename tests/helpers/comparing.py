@@ -16,10 +16,14 @@ from helpers.training import start_groups
 LENGTH = 64
 
 
-def rows(folder: Path, *, packing: bool = True) -> Any:
-    """40 samples of 6 to 39 tokens, each with its own number of trained ones, in packs that every layout can cut."""
+def rows(folder: Path, *, packing: bool = True, multiple: int = 1) -> Any:
+    """40 samples of 6 to 39 tokens, each with its own number of trained ones, in rows and samples of such multiples."""
     made = [(sample.ids, sample.mask) for sample in samples(40, seed=5)]
-    return prepared_data(folder, made, packing=packing, row_multiple=8, sample_multiple=8, max_length=LENGTH)
+    place = folder / f"rows-{packing}-{multiple}"
+    place.mkdir(exist_ok=True)
+    return prepared_data(
+        place, made, packing=packing, row_multiple=multiple, sample_multiple=multiple, max_length=LENGTH
+    )
 
 
 def resolved(world: int, *words: str) -> tuple[Any, Any]:

@@ -65,7 +65,7 @@ def compare(
     given = f"--hf {folder / model} --steps {steps} --global_batch_size 4 --max_length {LENGTH} {words}"
     given += "" if "--lr " in words else " --lr 3e-4"
     flags, run = resolved(world, *given.split(), *(["--packing", "true"] if packing else []))
-    prepared = rows(folder, packing=packing)
+    prepared = rows(folder, packing=packing, multiple=8 if run.layout.context > 1 else run.layout.tensor)
     changed = dataclasses.replace(run, shape=dataclasses.replace(run.shape, **shape))
     ranks = pool(world).run(our_part, run=changed, prepared=prepared, steps=steps, fault=fault)
     return compared(flags, run, prepared, folder / model, ranks)
