@@ -49,21 +49,23 @@ def run(argv: list[str]) -> int:
         from mcore_qwen3.cli.compare_rank import run_rank
 
         return run_rank(training, parsed.config.plain.steps)
-    with tempfile.TemporaryDirectory(prefix="megatron-compare-") as folder:
-        with StopSignals() as signals:
-            with signals.ending_at_once(training.config.train.exit_code_on_signal):
-                job = _prepare(parsed, training)
-            if job is None:
-                return 0
-            plan, resolved, prepared, hf = job
-            environment = _environment(resolved, prepared, folder)
+    with StopSignals() as signals:
+        with signals.ending_at_once(training.config.train.exit_code_on_signal):
+            job = _prepare(parsed, training)
+        if job is None:
+            return 0
+        plan, resolved, prepared, hf = job
+        # Gone before the plain loop starts, which may be stopped at any time: what is read of the files stays mapped.
+        with tempfile.TemporaryDirectory(prefix="megatron-compare-") as folder:
+            environment = began | _environment(resolved, prepared, folder)
             words = ["-m", "mcore_qwen3", "compare", *argv]
-            code = run_ranks(plan, words, limits(training.config), signals, extra_env=began | environment)
-        if code != 0:
-            return code
-        from mcore_qwen3.cli.compare_loops import compare_loops, read_ranks
+            code = run_ranks(plan, words, limits(training.config), signals, extra_env=environment)
+            if code != 0:
+                return code
+            from mcore_qwen3.cli.compare_loops import compare_loops, read_ranks
 
-        return 0 if compare_loops(parsed.config, resolved, prepared, hf, read_ranks(Path(folder))) else EXIT_DIFFERENT
+            ranks = read_ranks(Path(folder))
+    return 0 if compare_loops(parsed.config, resolved, prepared, hf, ranks) else EXIT_DIFFERENT
 
 
 def training_run(parsed: Parsed[CompareConfig]) -> ParsedRun:

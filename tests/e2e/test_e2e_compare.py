@@ -15,7 +15,9 @@ def compare(site: Site, hf: Path, dataset: Path, *more: object, ranks: int) -> D
 
 
 def test_two_that_agree(site: Site, small_vocabulary_moe: Path, chat_rows: Path) -> None:
-    words = ("--tensor_model_parallel_size", 2, "--moe_aux_loss_coeff", 0.0, "--save", "unused")
+    """Ours from a torch_dist directory."""
+    assert site.run("convert", "hf2mcore", small_vocabulary_moe, "mcore").returncode == 0
+    words = ("--load", "mcore", "--tensor_model_parallel_size", 2, "--moe_aux_loss_coeff", 0.0, "--save", "unused")
     done = compare(site, small_vocabulary_moe, chat_rows, *words, ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no effect in a comparison, which is in fp32 and saves nothing: --save" in done.stdout
@@ -23,6 +25,7 @@ def test_two_that_agree(site: Site, small_vocabulary_moe: Path, chat_rows: Path)
     assert "activations of the first micro-batch, 19: agree" in done.stdout
     assert "gradients of the first step, 69: agree" in done.stdout
     assert "the two loops agree over 2 steps" in done.stdout.splitlines()[-1]
+    assert "megatron: mcore (qwen3_moe, " in done.stdout
     assert not (site.folder / "unused").exists() and not (site.folder / "nothing is saved").exists()
 
 

@@ -46,6 +46,29 @@ def our_part(run: Any, prepared: Any, steps: int, fault: str = "") -> Any:
         return our_steps(run, prepared, cpu(), steps, lambda text: None)
 
 
+def our_part_stopped_after(run: Any, prepared: Any, steps: int) -> Any:
+    """The same, where rank 0 gets a SIGTERM in some step of 20: what the ranks say."""
+    import os
+    import signal
+
+    from mcore_qwen3.cli.compare_rank import our_steps
+    from mcore_qwen3.runtime.device import cpu
+    from mcore_qwen3.train.loop import StopRequest
+
+    stop, told = StopRequest(), []
+
+    def say(text: str) -> None:
+        if text.startswith("megatron step"):
+            told.append(text)
+        if len(told) == steps and os.environ["RANK"] == "0":
+            stop.set(signal.SIGTERM)
+
+    start_groups(run.layout)
+    found = our_steps(run, prepared, cpu(), 20, say, stop.agreed)
+    assert len(told) == steps
+    return found
+
+
 def _heads_out_of_order() -> Any:
     """Query head g + i * groups goes to group g, instead of the next ones in order."""
     from mcore_qwen3.converters import table

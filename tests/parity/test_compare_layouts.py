@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.comparing import LENGTH, compared, our_part, resolved, rows
+from helpers.comparing import LENGTH, compared, our_part, our_part_stopped_after, resolved, rows
 from helpers.ranks import pool
 from helpers.tiny import write_model
 
@@ -119,3 +119,12 @@ def test_a_fault_of_the_update_shows_in_later_steps(folder: Path) -> None:
     assert not found.agree
     assert all(group.first is None for group in found.groups), "the first step is the same"
     assert "first at step 2: the update: clipping, Adam, weight decay or its groups" in list(found.lines())[-1]
+
+
+def test_a_stop_request_ends_it_on_all_ranks(folder: Path) -> None:
+    words = f"--hf {folder / 'dense'} --steps 20 --global_batch_size 4 --max_length {LENGTH}"
+    _, run = resolved(2, *words.split())
+    assert pool(2).run(our_part_stopped_after, run=run, prepared=rows(folder, packing=False), steps=3) == [
+        "SIGTERM",
+        "SIGTERM",
+    ]
