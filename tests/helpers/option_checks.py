@@ -86,7 +86,9 @@ def train_with(
     }
 
 
-def trained_gradients(model_dir: str, layout: Layout, rows: list[Sample], frozen: dict[str, Any], **options: Any) -> Any:
+def trained_gradients(
+    model_dir: str, layout: Layout, rows: list[Sample], frozen: dict[str, Any], **options: Any
+) -> Any:
     """(gradients of the trained parameters by key and place, names of the frozen ones) of one batch."""
     from megatron.core import parallel_state
 

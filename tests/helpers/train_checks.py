@@ -55,27 +55,40 @@ def moments(optimizer: Any) -> list[torch.Tensor]:
     return [state[name].clone() for state in states for name in ("exp_avg", "exp_avg_sq")]
 
 
-def scheduler_curve(style: str, lr: float, min_lr: float, warmup: int, decay: int, steps: int) -> list[float]:
-    """The learning rates of megatron's scheduler after 0, 1, ... finished steps."""
+def scheduler_curve(
+    style: str,
+    lr: float,
+    min_lr: float,
+    warmup: int,
+    decay: int,
+    steps: int,
+    *,
+    init_lr: float = 0.0,
+    weight_decay: tuple[float, float, str] = (0.1, 0.1, "constant"),
+    wsd: tuple[int, str] | None = None,
+) -> list[tuple[float, float]]:
+    """(learning rate, weight decay) of megatron's scheduler after 0, 1, ... finished steps."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     group: dict[str, Any] = {"lr": 0.0}
     scheduler = OptimizerParamScheduler(
         SimpleNamespace(param_groups=[group]),  # type: ignore[arg-type]
-        init_lr=0.0,
+        init_lr=init_lr,
         max_lr=lr,
         min_lr=min_lr,
         lr_warmup_steps=warmup,
         lr_decay_steps=decay,
         lr_decay_style=style,
-        start_wd=0.1,
-        end_wd=0.1,
+        start_wd=weight_decay[0],
+        end_wd=weight_decay[1],
         wd_incr_steps=decay,
-        wd_incr_style="constant",
+        wd_incr_style=weight_decay[2],
+        wsd_decay_steps=wsd and wsd[0],
+        lr_wsd_decay_style=wsd and wsd[1],
     )
     curve = []
     for _ in range(steps):
-        curve.append(group["lr"])
+        curve.append((group["lr"], group["weight_decay"]))
         scheduler.step(1)
     return curve
 

@@ -46,7 +46,9 @@ class Rule:
         return w - lr * self.state["buffer"]
 
 
-def wanted_weights(model: Any, batches: list[Any], optimizer: str, directory: Path) -> tuple[dict[str, Any], list[float]]:
+def wanted_weights(
+    model: Any, batches: list[Any], optimizer: str, directory: Path
+) -> tuple[dict[str, Any], list[float]]:
     """Weights after the steps and each step's gradient norm; the model is put back."""
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     rules = {name: Rule() for name in before}
@@ -101,7 +103,9 @@ def test_steps_are_those_of_the_formula(model: tuple[str, Any], optimizer: str, 
     ],
     ids=["adam", "sgd", "sgd without momentum"],
 )
-def test_a_run_continues_bitwise(model: tuple[str, Any], settings: dict[str, Any], keys: set[str], tmp_path: Path) -> None:
+def test_a_run_continues_bitwise(
+    model: tuple[str, Any], settings: dict[str, Any], keys: set[str], tmp_path: Path
+) -> None:
     batches = [samples(4, seed=seed) for seed in range(4)]
     settings = settings | {"lr_mult": {"*.router.weight": 0.1}}
     args = {"model_dir": model[0], "layout": Layout(), "rates": [0.01, 0.02, 0.03, 0.01], "settings": settings}
@@ -122,5 +126,8 @@ def test_patterns_that_cannot_be_meant_are_refused(model: tuple[str, Any]) -> No
     assert "what lr_mult names must be a parameter of the model; seen: *.gate.weight" in text
     assert "decoder.layers.0.mlp.router.weight" in text or "embedding.word_embeddings.weight" in text
     text = pool(1).run(refusal, model_dir=model[0], factors={"*.router.*": 0.1, "decoder.*": 0.5})[0]
-    assert "a parameter has one learning rate; seen: --lr_mult *.router.*=0.1 and decoder.*=0.5 for decoder.layers.0" in text
+    assert (
+        "a parameter has one learning rate; seen: --lr_mult *.router.*=0.1 and decoder.*=0.5 for decoder.layers.0"
+        in text
+    )
     assert pool(1).run(refusal, model_dir=model[0], factors={"*.router.*": 0.1, "decoder.layers.0.*": 0.1})[0] == ""
