@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mcore_qwen3.arch.layout_rules import Degrees, broken_rule, check_positive
+from mcore_qwen3.arch.layout_string import FLAG as LAYOUT_FLAG
+from mcore_qwen3.arch.layout_string import layout_stages
 from mcore_qwen3.arch.pipeline import stage_layers
 from mcore_qwen3.arch.shape import ModelShape
+from mcore_qwen3.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +36,7 @@ class ParallelLayout:
     `data` counts the ranks that see different rows; `expert_data` counts the copies of one expert. `stages` holds the
     number of layers of each [pipeline rank][model chunk]; every rank has `virtual_pipeline` chunks. `first_stage_layers`
     and `last_stage_layers` are the user's numbers for those ranks (all chunks together) or None; `account_for_embedding`
-    and `account_for_loss` count one layer each for them. `notes` says in plain sentences what was filled in or switched
+    and `account_for_loss` count one layer each for them; `pipeline_layout` is Megatron's string for all of it. `notes` says in plain sentences what was filled in or switched
     for the user.
     """
 
@@ -53,6 +56,7 @@ class ParallelLayout:
     last_stage_layers: int | None = None
     account_for_embedding: bool = False
     account_for_loss: bool = False
+    pipeline_layout: str | None = None
     notes: tuple[str, ...] = ()
 
     def grid_text(self) -> str:
@@ -118,6 +122,7 @@ def resolve_layout(
     last_stage_layers: int | None = None,
     account_for_embedding: bool = False,
     account_for_loss: bool = False,
+    pipeline_layout: str | None = None,
     shape: ModelShape,
 ) -> ParallelLayout:
     """The layout for a number of ranks, with what the user left open filled in.
@@ -136,16 +141,27 @@ def resolve_layout(
         last_stage_layers: the same for the last one.
         account_for_embedding: count the embedding as one layer of the first stage.
         account_for_loss: count the loss as one layer of the last stage.
+        pipeline_layout: Megatron's string for all chunks, instead of the four above and of virtual_pipeline.
         shape: the model.
 
     Raises:
         ConfigError: a rule is broken; the message has the grid and the nearest values that obey every rule.
     """
+    given: tuple[tuple[int, ...], ...] = ()
+    if pipeline_layout is not None:
+        given = layout_stages(pipeline_layout, pipeline, shape.num_layers)
+        if virtual_pipeline not in (1, len(given[0])):
+            raise ConfigError(
+                "a pipeline layout and the virtual stages must agree",
+                seen=f"{LAYOUT_FLAG} {pipeline_layout}: {len(given[0])} chunks a stage, {virtual_pipeline} virtual stages",
+                fix="drop --virtual_pipeline_model_parallel_size",
+            )
+        virtual_pipeline = len(given[0])
     degrees = Degrees(
         world_size=world_size, tensor=tensor, pipeline=pipeline, context=context, expert=expert,
         expert_tensor=1 if expert_tensor is None else expert_tensor, virtual_pipeline=virtual_pipeline,
         first_stage_layers=first_stage_layers, last_stage_layers=last_stage_layers,
-        account_for_embedding=account_for_embedding, account_for_loss=account_for_loss,
+        account_for_embedding=account_for_embedding, account_for_loss=account_for_loss, given_stages=given,
     )  # fmt: skip
     check_positive(degrees)
     broken = broken_rule(degrees, shape)
@@ -177,5 +193,6 @@ def resolve_layout(
         last_stage_layers=last_stage_layers,
         account_for_embedding=account_for_embedding,
         account_for_loss=account_for_loss,
+        pipeline_layout=pipeline_layout,
         notes=tuple(notes),
     )

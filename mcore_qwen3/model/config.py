@@ -121,6 +121,7 @@ def transformer_config(shape: ModelShape, layout: ParallelLayout, options: Model
         num_layers_in_last_pipeline_stage=layout.last_stage_layers,
         account_for_embedding_in_pipeline_split=layout.account_for_embedding,
         account_for_loss_in_pipeline_split=layout.account_for_loss,
+        pipeline_model_parallel_layout=layout.pipeline_layout,
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
