@@ -6,6 +6,7 @@ in Megatron's order "tp-cp-ep-dp-pp": the first axis changes fastest, and both g
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mcore_qwen3.arch.layout_rules import Degrees, broken_rule, check_positive
@@ -149,13 +150,7 @@ def resolve_layout(
     """
     given: tuple[tuple[int, ...], ...] = ()
     if pipeline_layout is not None:
-        given = layout_stages(pipeline_layout, pipeline, shape.num_layers)
-        if virtual_pipeline not in (1, len(given[0])):
-            raise ConfigError(
-                "a pipeline layout and the virtual stages must agree",
-                seen=f"{LAYOUT_FLAG} {pipeline_layout}: {len(given[0])} chunks a stage, {virtual_pipeline} virtual stages",
-                fix="drop --virtual_pipeline_model_parallel_size",
-            )
+        given = _given_stages(pipeline_layout, pipeline, virtual_pipeline, shape)
         virtual_pipeline = len(given[0])
     degrees = Degrees(
         world_size=world_size, tensor=tensor, pipeline=pipeline, context=context, expert=expert,
@@ -167,15 +162,6 @@ def resolve_layout(
     broken = broken_rule(degrees, shape)
     if broken is not None:
         raise broken
-    notes = []
-    if shape.is_moe and expert_tensor is None:
-        notes.append("expert_tensor_parallel_size is not set: 1 is taken")
-    if shape.is_moe and tensor > 1 and not sequence_parallel:
-        notes.append("sequence_parallel is switched on: a MoE model with TP above 1 cannot be trained without it")
-    if sequence_parallel and tensor == 1:
-        notes.append("sequence_parallel is switched off: it has no meaning at TP 1")
-    if pipeline == 1 and (account_for_embedding or account_for_loss):
-        notes.append("account_for_embedding and account_for_loss have no effect at PP 1: one stage holds all layers")
     return ParallelLayout(
         world_size=world_size,
         tensor=tensor,
@@ -194,5 +180,31 @@ def resolve_layout(
         account_for_embedding=account_for_embedding,
         account_for_loss=account_for_loss,
         pipeline_layout=pipeline_layout,
-        notes=tuple(notes),
+        notes=tuple(_notes(degrees, shape, sequence_parallel, expert_tensor_is_open=expert_tensor is None)),
     )
+
+
+def _given_stages(text: str, pipeline: int, virtual: int, shape: ModelShape) -> tuple[tuple[int, ...], ...]:
+    """Layers of each [stage][chunk] by a layout string, for virtual stages that are left open (1) or the same."""
+    given = layout_stages(text, pipeline, shape.num_layers)
+    if virtual not in (1, len(given[0])):
+        raise ConfigError(
+            "a pipeline layout and the virtual stages must agree",
+            seen=f"{LAYOUT_FLAG} {text}: {len(given[0])} chunks a stage, {virtual} virtual stages",
+            fix="drop --virtual_pipeline_model_parallel_size",
+        )
+    return given
+
+
+def _notes(
+    degrees: Degrees, shape: ModelShape, sequence_parallel: bool, *, expert_tensor_is_open: bool
+) -> Iterator[str]:
+    """What was filled in or switched for the user."""
+    if shape.is_moe and expert_tensor_is_open:
+        yield "expert_tensor_parallel_size is not set: 1 is taken"
+    if shape.is_moe and degrees.tensor > 1 and not sequence_parallel:
+        yield "sequence_parallel is switched on: a MoE model with TP above 1 cannot be trained without it"
+    if sequence_parallel and degrees.tensor == 1:
+        yield "sequence_parallel is switched off: it has no meaning at TP 1"
+    if degrees.pipeline == 1 and (degrees.account_for_embedding or degrees.account_for_loss):
+        yield "account_for_embedding and account_for_loss have no effect at PP 1: one stage holds all layers"

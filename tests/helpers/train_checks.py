@@ -345,7 +345,6 @@ def loop_story(
         metric_for_best_model="",
         greater_is_better=False,
     )
-
     replaced: dict[str, Callable] = {"train_step": step, "check_weights": lambda chunks, fix: None}
     replaced["evaluate_step"] = lambda chunks, batch: story.append("evaluate") or EvalSums(3.0, 2, 1)
     with mock.patch.multiple(loop, **replaced):

@@ -174,3 +174,19 @@ def test_what_cannot_be_meant_is_refused(model: tuple[str, Any]) -> None:
     )
     assert "some parameter must be trained; seen: all are frozen" in refused(freeze_parameters_regex=".")
     assert refused(freeze_parameters_ratio=0.5) == ""
+
+
+def test_state_of_a_run_that_trained_all_serves_one_that_freezes_some(model: tuple[str, Any], tmp_path: Path) -> None:
+    args = {"model_dir": model[0], "layout": Layout(), "batches": [samples(4)], "rates": [0.01]}
+    frozen = {"freeze_parameters": ("embedding.", "decoder.layers.0.")}
+    whole = pool(1).run(train_with, **args, save=str(tmp_path / "all"))[0]
+    resume = {"skip": 1, "resume": f"{tmp_path}/all/iter_0000001"}
+    part = pool(1).run(train_with, **args, **resume, frozen=frozen, save=str(tmp_path / "some"))[0]
+    of_all = {(key, starts): values for key, _, starts, values in whole["gradients"]}
+    moments = [each for each in part["gradients"] if each[0].startswith("optimizer.") and ".layers." in each[0]]
+    assert {key.split(".layers.")[1] for key, *_ in moments} == {f"1.{name}" for name in LAYER}
+    for key, _, starts, values in moments:
+        stacked = key.replace("decoder.layers.1.", "decoder.layers.")
+        torch.testing.assert_close(values[None], of_all[stacked, (1, *starts)], rtol=0, atol=0)
+    with pytest.raises(AssertionError, match="lacks optimizer state of a weight that is trained; seen: optimizer.state"):
+        pool(1).run(train_with, **args, skip=1, resume=f"{tmp_path}/some/iter_0000001")
