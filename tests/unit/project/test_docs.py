@@ -87,7 +87,7 @@ def test_words_for_published_runs_parse(repo_root: Path) -> None:
     cells = [cell for row in rows for cell in row[3].split(", or ") if cell.startswith("--") and " " in cell]
     assert len(cells) >= 10
     for cell in cells:
-        parse_args([*"--load m --dataset a --train_iters 10".split(), *cell.split()], "sft")
+        parse_args([*["--load", "m", "--dataset", "a", "--train_iters", "10"], *cell.split()], "sft")
 
 
 @pytest.mark.parametrize("page", PAGES)
