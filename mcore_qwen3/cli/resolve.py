@@ -200,6 +200,7 @@ def layout_of(config: RunConfig, world_size: int, shape: ModelShape) -> Parallel
         last_stage_layers=parallel.decoder_last_pipeline_num_layers,
         account_for_embedding=parallel.account_for_embedding_in_pipeline_split,
         account_for_loss=parallel.account_for_loss_in_pipeline_split,
+        pipeline_layout=parallel.pipeline_model_parallel_layout,
         shape=shape,
     )
 

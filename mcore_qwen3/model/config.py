@@ -35,6 +35,7 @@ class ModelOptions:
     moe_pad_expert_input_to_capacity: bool = False
     moe_token_drop_policy: str = "probs"
     moe_token_dispatcher_type: str = "alltoall"
+    tp_comm_overlap: bool = False
     moe_flex_dispatcher_backend: str = "deepep"
     moe_permute_fusion: bool = False
     cross_entropy_loss_fusion: bool = True
@@ -91,6 +92,24 @@ def _recompute_settings(shape: ModelShape, options: ModelOptions) -> dict:
     }
 
 
+def _layout_settings(layout: ParallelLayout) -> dict:
+    """Sizes of the groups and the cut into stages."""
+    return {
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
+        "account_for_embedding_in_pipeline_split": layout.account_for_embedding,
+        "account_for_loss_in_pipeline_split": layout.account_for_loss,
+        "pipeline_model_parallel_layout": layout.pipeline_layout,
+        "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
+        "sequence_parallel": layout.sequence_parallel,
+    }
+
+
 def transformer_config(shape: ModelShape, layout: ParallelLayout, options: ModelOptions) -> TransformerConfig:
     """Build megatron's configuration; every field that this project depends on is given, none is left to a default."""
     te = options.modules == "transformer_engine"
@@ -114,17 +133,8 @@ def transformer_config(shape: ModelShape, layout: ParallelLayout, options: Model
         params_dtype=options.params_dtype,
         pipeline_dtype=options.params_dtype,
         bf16=options.bf16,
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
-        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
-        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
-        account_for_embedding_in_pipeline_split=layout.account_for_embedding,
-        account_for_loss_in_pipeline_split=layout.account_for_loss,
-        context_parallel_size=layout.context,
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor,
-        sequence_parallel=layout.sequence_parallel,
+        **_layout_settings(layout),
+        tp_comm_overlap=options.tp_comm_overlap,
         calculate_per_token_loss=True,
         # An interleaved schedule on GPUs overlaps its sends, as Megatron wants it; gloo has no batched send and receive.
         overlap_p2p_comm=options.on_cuda and layout.virtual_pipeline > 1,

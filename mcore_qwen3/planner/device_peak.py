@@ -7,8 +7,9 @@ import re
 from mcore_qwen3.planner.gpus import GPUS
 
 _FAMILY = re.compile(r"\b(A100|A800|H100|H800|H200|H20|B200|B300|GB200|GB300|RTX [45]090)\b(.*)", re.IGNORECASE)
-# Cards of the same family with another peak than the table's: PCIe and NVL forms of Hopper, the RTX 4090 D, parts of a card.
+# Cards of the same family with another peak than the table's: PCIe and NVL forms but of A100, the RTX 4090 D, parts of a card.
 _OTHER_FORM = re.compile(r"\b(PCIe|NVL|D|Laptop|MIG)\b", re.IGNORECASE)
+_SAME_PEAK = {"a100": "-PCIE-"}
 
 
 def peak_tflops(device_name: str) -> float | None:
@@ -17,6 +18,6 @@ def peak_tflops(device_name: str) -> float | None:
     if found is None:
         return None
     family, rest = found[1].lower().replace(" ", ""), found[2]
-    if _OTHER_FORM.search(rest) and not family.startswith(("a100", "a800")):
+    if _OTHER_FORM.search(rest.replace(_SAME_PEAK.get(family, "-"), " ")):
         return None
     return next(gpu.bf16_tflops for name, gpu in GPUS.items() if name.rsplit("-", 1)[0] == family)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.module import MegatronModule
 
 from mcore_qwen3.errors import ConfigError
+from mcore_qwen3.model.build import Qwen3Model
 from mcore_qwen3.model.names import parameter_names, parameter_sizes
 
 _SHOWN = 8
@@ -28,7 +28,7 @@ class Freezing:
     trainable_parameters_regex: str | None = None
 
 
-def freeze(models: Sequence[MegatronModule], freezing: Freezing) -> None:
+def freeze(models: Sequence[Qwen3Model], freezing: Freezing) -> None:
     """Take the gradient from the parameters to freeze, before the model is wrapped. Collective.
 
     First the ratio, then prefixes and expression freeze; then what is to be trained after all is given back.
@@ -46,10 +46,26 @@ def freeze(models: Sequence[MegatronModule], freezing: Freezing) -> None:
         raise ConfigError("some parameter must be trained", seen="all are frozen", fix="freeze less")
     for parameter, name in parameter_names(models).items():
         parameter.requires_grad = name not in frozen
+    for model in models:
+        model.partly_frozen = True
+        config = model.config
+        # What is computed again in backward gets no gradient for its weights unless its input wants one, and a pipeline
+        # stage has to send one back. Else nothing below the lowest trained layer is gone through backwards.
+        if config.recompute_granularity is not None or config.pipeline_model_parallel_size > 1:
+            _let_gradients_through(model)
+
+
+def _let_gradients_through(model: Qwen3Model) -> None:
+    """Make the output of the model's embedding, where this part has it, ask for a gradient."""
+    embedding = getattr(model, "embedding", None)
+    if embedding is not None:
+        embedding.register_forward_hook(
+            lambda module, inputs, output: output.requires_grad_() if torch.is_grad_enabled() else output
+        )
 
 
 def learning_rate_factors(
-    models: Sequence[MegatronModule], factors: Mapping[str, float]
+    models: Sequence[Qwen3Model], factors: Mapping[str, float]
 ) -> dict[torch.nn.Parameter, float]:
     """The factor of each parameter of this rank that a pattern (`*`, `?`, `[...]`) names. Collective.
 
@@ -97,7 +113,7 @@ def _matching(
     return found
 
 
-def _sizes_of_all(models: Sequence[MegatronModule]) -> dict[str, int]:
+def _sizes_of_all(models: Sequence[Qwen3Model]) -> dict[str, int]:
     """Name -> values of every parameter of the whole model, from the embedding up."""
     gathered: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, parameter_sizes(models))

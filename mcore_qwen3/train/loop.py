@@ -18,7 +18,7 @@ from mcore_qwen3.train.evaluation import EvalSums, evaluate_step
 from mcore_qwen3.train.finite import NonFiniteError, check_weights
 from mcore_qwen3.train.guards import LOST, Guards, SkippedStepsError
 from mcore_qwen3.train.log import TrainLog
-from mcore_qwen3.train.optimizer import Chunks
+from mcore_qwen3.train.optimizer import Chunks, gather_parameters
 from mcore_qwen3.train.profile import StepProfiler
 from mcore_qwen3.train.record import StepFacts
 from mcore_qwen3.train.saving import CheckpointSaver
@@ -143,6 +143,7 @@ def _steps(plan: Plan, parts: Parts, state: TrainState, stop: StopRequest) -> Tr
         state = replace(state, stopped_by="end" if at_end else stop.agreed())
         if state.stopped_by or state.iteration % plan.save_interval == 0:
             parts.enter("save", state.iteration)
+            gather_parameters(parts.chunks)
             check_weights(parts.chunks, LOST)  # a weight that no token met since it went bad
             state = _save(plan, parts, state, metrics)
             if not state.stopped_by and (late := stop.agreed()):  # it came during the save, which need not be repeated

@@ -89,9 +89,18 @@ def wrap_for_data_parallel(
         )
         for number, model in enumerate(models)
     ]
-    config.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
+    # What megatron's schedules call; one function where there is one chunk.
+    config.no_sync_func = _each([chunk.no_sync for chunk in chunks])
+    if settings.overlap_grad_reduce:
+        config.grad_sync_func = _each([chunk.start_grad_sync for chunk in chunks])
+    if settings.overlap_param_gather:
+        config.param_sync_func = _each([chunk.start_param_sync for chunk in chunks])
     config.finalize_model_grads_func = finalize_model_grads
     return chunks
+
+
+def _each(functions: list[Any]) -> Any:
+    return functions if len(functions) > 1 else functions[0]
 
 
 def optimizer_config(settings: OptimizerSettings, *, bf16: bool) -> OptimizerConfig:

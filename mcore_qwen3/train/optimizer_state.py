@@ -3,6 +3,7 @@
 Megatron's distributed optimizer keeps, of each parameter, one flat range a data-parallel rank. A flat range of a row-major
 array is a few rectangles, and a rectangle has a place in the global tensor: so each rank writes and reads its own part,
 nothing is gathered, and no format depends on the layout. Names on disk are megatron's: `optimizer.state.exp_avg.<weight>`.
+Where some parameters are frozen each layer has a name of its own, since a tensor of all layers would have holes.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from dataclasses import dataclass
 import torch
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.transformer.module import MegatronModule
 
 from mcore_qwen3.errors import ConversionError
+from mcore_qwen3.model.build import Qwen3Model
+from mcore_qwen3.model.names import is_stacked, name_in_model
 from mcore_qwen3.model.pieces import Block, Index, Piece, flat_range_blocks, pieces
 from mcore_qwen3.model.weights import Source, check_shape, read_block
 
@@ -27,21 +29,34 @@ MASTER = "param"
 
 
 @dataclass(frozen=True, slots=True)
-class StatePart:
-    """A rectangle of one state tensor that this rank holds.
+class Stored:
+    """A rectangle on disk.
 
     Attributes:
-        key: name on disk.
+        key: name of the global tensor.
         global_shape: of the weight, vocabulary padded for this layout.
         block: the rectangle in the global tensor.
-        values: a view of this rank's state, of the rectangle's shape without leading axes.
-        is_first_copy: False if another tensor- or pipeline-parallel rank holds the same values.
-        is_vocabulary: the first axis may be padded differently elsewhere.
     """
 
     key: str
     global_shape: Index
     block: Block
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """A rectangle of one state tensor that this rank holds.
+
+    Attributes:
+        place: where it goes on disk.
+        elsewhere: where a run that froze another part of the model, or none, has it.
+        values: a view of this rank's state, of the rectangle's shape without leading axes.
+        is_first_copy: False if another tensor- or pipeline-parallel rank holds the same values.
+        is_vocabulary: the first axis may be padded differently elsewhere.
+    """
+
+    place: Stored
+    elsewhere: Stored
     values: torch.Tensor
     is_first_copy: bool
     is_vocabulary: bool
@@ -87,9 +102,7 @@ def _set_step(part: DistributedOptimizer, step: int) -> None:
             group["step"] = step
 
 
-def state_parts(
-    models: Sequence[MegatronModule], optimizer: ChainedOptimizer, *, with_master: bool
-) -> Iterator[StatePart]:
+def state_parts(models: Sequence[Qwen3Model], optimizer: ChainedOptimizer, *, with_master: bool) -> Iterator[StatePart]:
     """Every rectangle of this rank's optimizer state.
 
     Args:
@@ -114,14 +127,23 @@ def state_parts(
                     inner = common.relative_to(rectangle).slices
                     for name in names:
                         flat_values = tensors[name].view(-1)[flat - start :][: math.prod(rectangle.sizes)]
-                        yield StatePart(
-                            key=f"{PREFIX}{name}.{piece.key}",
-                            global_shape=piece.global_shape,
-                            block=piece.global_block(common),
-                            values=flat_values.view(rectangle.sizes)[inner],
-                            is_first_copy=not any(piece.copies[:-1]),
-                            is_vocabulary=piece.is_vocabulary,
-                        )
+                        values = flat_values.view(rectangle.sizes)[inner]
+                        yield _state_part(piece, common, name, values, by_layer=models[0].partly_frozen)
+
+
+def _state_part(piece: Piece, common: Block, name: str, values: torch.Tensor, *, by_layer: bool) -> StatePart:
+    block = piece.global_block(common)
+    together = single = Stored(f"{PREFIX}{name}.{piece.key}", piece.global_shape, block)
+    if is_stacked(piece):
+        key = f"{PREFIX}{name}.{name_in_model(piece)}"
+        single = Stored(key, piece.global_shape[1:], Block(block.starts[1:], block.sizes[1:]))
+    return StatePart(
+        place=single if by_layer else together,
+        elsewhere=together if by_layer else single,
+        values=values,
+        is_first_copy=not any(piece.copies[:-1]),
+        is_vocabulary=piece.is_vocabulary,
+    )
 
 
 def _own_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
@@ -134,7 +156,7 @@ def _own_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter
 
 
 def read_state(
-    models: Sequence[MegatronModule], optimizer: ChainedOptimizer, source: Source, *, step: int, with_master: bool
+    models: Sequence[Qwen3Model], optimizer: ChainedOptimizer, source: Source, *, step: int, with_master: bool
 ) -> None:
     """Fill this rank's optimizer state from a checkpoint of any layout.
 
@@ -153,13 +175,14 @@ def read_state(
     entries = source.entries()
     has_master = any(key.startswith(f"{PREFIX}{MASTER}.") for key in entries)
     for part in state_parts(models, optimizer, with_master=with_master and has_master):
-        if part.key not in entries:
+        place = part.place if part.place.key in entries else part.elsewhere
+        if place.key not in entries:
             raise ConversionError(
                 "the checkpoint lacks optimizer state of a weight that is trained",
-                seen=part.key,
+                seen=part.place.key,
                 fix="train what the run to continue trained, or --no_load_optim true",
             )
-        stored = tuple(entries[part.key].shape)
-        check_shape(part.key, part.global_shape, stored, part.is_vocabulary)
-        read_block(source, part.key, stored, part.block.slices, part.values)
+        stored = tuple(entries[place.key].shape)
+        check_shape(place.key, place.global_shape, stored, part.is_vocabulary)
+        read_block(source, place.key, stored, place.block.slices, part.values)
     set_step(optimizer, step)

@@ -108,6 +108,29 @@ def trained_gradients(
     return {"gradients": gather_gradients(chunks)}
 
 
+def losses_by_dataset(model_dir: str, layout: Layout, rows: list[Sample], of: list[int], **options: Any) -> Any:
+    """(the step's loss, that of each data set): sample n is of data set `of[n]`; "c" has none, "b" may have none."""
+    from dataclasses import replace
+
+    import torch
+    from megatron.core import parallel_state
+
+    from mcore_qwen3.train.optimizer import OptimizerSettings, build_optimizer, wrap_for_data_parallel
+    from mcore_qwen3.train.step import train_step
+
+    resolved, models = build(model_dir, layout, **options)
+    chunks = wrap_for_data_parallel(models)
+    rank = parallel_state.get_data_parallel_rank()
+    batch = step_batch(rows, Cut(), resolved.data, rank, resolved.context, resolved.tensor)
+    marked = [
+        replace(each, datasets=torch.full_like(each.tokens, of[number]))
+        for each, number in zip(batch.micro_batches, batch.rows.flatten().tolist(), strict=True)
+    ]
+    batch = replace(batch, micro_batches=marked, datasets=("a", "b", "c"))
+    result = train_step(chunks, build_optimizer(chunks, OptimizerSettings()), batch, 0.0)
+    return result.loss, result.dataset_losses
+
+
 def names_in_the_model(model_dir: str, layout: Layout, **options: Any) -> dict[str, int]:
     """Names of this rank's parameters and their sizes in the whole model."""
     from mcore_qwen3.model.names import parameter_names, parameter_sizes

@@ -120,6 +120,7 @@ def build(model_dir: str, layout: Layout, **options: Any) -> tuple[Any, Any]:
         context=layout.context,
         **_pipeline_extras(layout),
         sequence_parallel=options.pop("sequence_parallel", False),
+        pipeline_layout=options.pop("pipeline_layout", None),
         shape=shape,
     )
     start_groups(resolved)
