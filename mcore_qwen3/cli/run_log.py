@@ -176,13 +176,15 @@ def _start(run: RunLog, record: dict[str, Any]) -> None:
     if lost:
         run.records = [each for each in run.records if each["iteration"] <= step]
         run.overruled.append(lost)
-    ranks = f"on {record['world_size']} ranks" if is_number(record.get("world_size")) else ""
+    facts = f" on {record['world_size']} ranks" if is_number(record.get("world_size")) else ""
+    if isinstance(record.get("no_mfu"), str):
+        facts += f"; no MFU: {record['no_mfu']}"
     if not run.records and not lost:
-        run.events.append((step, "start", f"started {ranks}".strip()))
+        run.events.append((step, "start", f"started{facts}"))
         return
     count = len({each["iteration"] for each in lost})
-    again = f", {count} step(s) past it overruled" if count else ""
-    run.events.append((step, "resume", f"continued from step {step} {ranks}".rstrip() + again))
+    again = f"; {count} step(s) past it overruled" if count else ""
+    run.events.append((step, "resume", f"continued from step {step}{facts}{again}"))
 
 
 def event_text(record: dict[str, Any]) -> str:

@@ -43,14 +43,22 @@ def test_steps_past_the_restored_one_are_overruled(tmp_path: Path) -> None:
     first = [step(n, loss=10 - n) for n in range(1, 8)]
     again = [step(n, loss=20 - n) for n in range(5, 9)]
     restart = {"event": "restart", "iteration": 4, "restart": 1, "reason": "rank 1 was killed"}
-    folder = write(tmp_path / "a", start(0), *first, {"event": "save", "iteration": 4}, start(4, 4), restart, *again)
+    folder = write(
+        tmp_path / "a",
+        start(0),
+        *first,
+        {"event": "save", "iteration": 4},
+        start(4, 4) | {"no_mfu": "fp32"},
+        restart,
+        *again,
+    )
     (run,) = find_logs([str(folder)])
     assert run.series("loss") == ([1, 2, 3, 4, 5, 6, 7, 8], [9, 8, 7, 6, 15, 14, 13, 12])
     assert [run.series("loss", part) for part in run.overruled] == [([5, 6, 7], [5, 4, 3])]
     assert run.events == [
         (0, "start", "started on 2 ranks"),
         (4, "save", "checkpoint written"),
-        (4, "resume", "continued from step 4 on 4 ranks, 3 step(s) past it overruled"),
+        (4, "resume", "continued from step 4 on 4 ranks; no MFU: fp32; 3 step(s) past it overruled"),
         (4, "restart", "all ranks were started again, time 1: rank 1 was killed"),
     ]
 
