@@ -115,6 +115,8 @@ def _prepare(
 
     run = with_weights(run)
     check_weights(run)
+    plain_directory = hf.with_weights().directory
+    check_hf(plain_directory)
     with progress_on_screen():
         prepared = prepare_data(run)
     run = with_steps(run, prepared.train.rows)
@@ -125,7 +127,7 @@ def _prepare(
             fix=f"--steps {train_iters(run.config)} or less",
         )
     _say(prepared.report)
-    return plan, run, prepared, hf.with_weights().directory
+    return plan, run, prepared, plain_directory
 
 
 def _head(config: CompareConfig, run: ResolvedRun, hf_shape: ModelShape) -> list[str]:
@@ -161,6 +163,22 @@ def _check_models(ours: ModelShape, theirs: ModelShape) -> None:
 
     check_same_model(ours, theirs)
     theirs.check_router()
+
+
+def check_hf(directory: Path) -> None:
+    """Refuse what transformers cannot read.
+
+    Raises:
+        ConfigError: it is no Hugging Face directory.
+    """
+    from mcore_qwen3.converters import is_hf_dir
+
+    if not is_hf_dir(directory):
+        raise ConfigError(
+            "--hf is a Hugging Face directory, for transformers",
+            seen=str(directory),
+            fix="convert mcore2hf, or the directory that --load was converted from",
+        )
 
 
 def _check_memory(run: ResolvedRun) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers.tiny import hf_model, reference_step, samples, write_model
 
-from mcore_qwen3.cli.compare import differing_settings, training_run
+from mcore_qwen3.cli.compare import check_hf, differing_settings, training_run
 from mcore_qwen3.cli.compare_faults import (
     fault_of_activations,
     fault_of_gradients,
@@ -113,6 +113,14 @@ def test_refusals_before_a_rank_starts(
         monkeypatch.setenv("MASTER_ADDR", "localhost")
         assert main([*words, *more]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_a_torch_dist_directory_is_nothing_for_transformers(tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", moe=False)
+    assert main(["convert", "hf2mcore", str(tmp_path / "hf"), str(tmp_path / "mcore")]) == 0
+    check_hf(tmp_path / "hf")
+    with pytest.raises(ConfigError, match="--hf is a Hugging Face directory"):
+        check_hf(tmp_path / "mcore")
 
 
 def test_settings_that_two_models_do_not_share_are_named(tmp_path: Path) -> None:
