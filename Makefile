@@ -1,5 +1,5 @@
 # Every target sets up what it needs; a second call starts at once.
-.PHONY: help setup setup-slurm material quickstart test kill-test lint format gpu-check
+.PHONY: help setup setup-slurm material browser quickstart test kill-test lint format gpu-check
 .DEFAULT_GOAL := help
 
 PY := .venv/bin/python
@@ -14,6 +14,7 @@ help:
 	@echo "make setup       only build .venv (Python >= 3.12; PYTHON=... names one)"
 	@echo "make setup-slurm only install SLURM for its tests (part of make test; as root, with apt)"
 	@echo "make material    only fetch the tokenizer and the example rows into .material"
+	@echo "make browser     only fetch a headless Chromium into .browser, for the tests of the report"
 
 setup: .venv/.setup-stamp
 .venv/.setup-stamp: pyproject.toml constraints.txt
@@ -28,13 +29,16 @@ setup-slurm:
 material: setup
 	@$(PY) scripts/fetch_material.py
 
+browser: setup
+	@$(PY) scripts/fetch_browser.py
+
 quickstart: material
 	@$(PY) examples/quickstart.py
 
 # One thread a process: the tests run up to four ranks side by side. Two files at a time; those that take longest come first.
 TEST_WORKERS ?= 2
 test: export OMP_NUM_THREADS ?= 1
-test: material setup-slurm
+test: material setup-slurm browser
 	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 KILLS ?= 30

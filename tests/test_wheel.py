@@ -65,7 +65,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path, repo_root: Pa
     info = f"mcore_qwen3-{mcore_qwen3.__version__}.dist-info"
     assert {name.split("/")[0] for name in names} == {"mcore_qwen3", info}
     assert f"{info}/licenses/LICENSE" in names
-    files = (path for kind in ("*.py", "*.json", "*.yaml") for path in (repo_root / "mcore_qwen3").rglob(kind))
+    files = (
+        path for kind in ("*.py", "*.json", "*.yaml", "page/*") for path in (repo_root / "mcore_qwen3").rglob(kind)
+    )
     sources = {str(path.relative_to(repo_root)) for path in files}
     assert {name for name in names if name.startswith("mcore_qwen3/")} == sources
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mcore_qwen3.arch import NOT_COUNTED, ParallelLayout, RankState, heaviest_stage, rank_state
-from mcore_qwen3.cli.report import plan_lines
 from mcore_qwen3.cli.resolve import ResolvedRun
+from mcore_qwen3.cli.run_lines import plan_lines
 from mcore_qwen3.config import RunConfig, to_flat_dict
 
 _GIB = 1024**3

@@ -20,9 +20,11 @@ COMMANDS = {
     "pt": ("mcore_qwen3.cli.pt", "continue pre-training on raw text"),
     "data": ("mcore_qwen3.cli.data", "prepare rows, show what is trained, and count"),
     "submit": ("mcore_qwen3.cli.submit", "run any of these commands as a job of SLURM or PAI-DLC"),
+    "compare": ("mcore_qwen3.cli.compare", "train a few steps here and in a plain transformers loop: do the two agree"),
     "plan": ("mcore_qwen3.cli.plan", "find a layout for a number of GPUs: will it fit, and how fast"),
     "doctor": ("mcore_qwen3.cli.doctor", "look at machine, packages, network and disk: what would make a run fail"),
     "export": ("mcore_qwen3.cli.export", "write a checkpoint in Hugging Face form (convert mcore2hf)"),
+    "report": ("mcore_qwen3.cli.report", "one HTML page of runs: curves, settings, expert load, events"),
     "convert": ("mcore_qwen3.cli.convert", "convert checkpoints, or compare two: the script convert"),
 }
 

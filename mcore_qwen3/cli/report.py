@@ -1,40 +1,36 @@
-"""The lines that tell a user what a run is going to be."""
+"""``megatron report``: one HTML file with the curves, settings and events of one or several runs. Imports no torch."""
 
 from __future__ import annotations
 
-from mcore_qwen3.arch import count_parameters
-from mcore_qwen3.cli.resolve import ResolvedRun
+import os
+from pathlib import Path
+
+from mcore_qwen3.cli.report_page import page_text
+from mcore_qwen3.cli.run_log import find_logs
+from mcore_qwen3.config import REPORT, parse_command
+from mcore_qwen3.errors import ConfigError
 
 
-def plan_lines(run: ResolvedRun) -> list[str]:
-    """Model, grid, batch, length, where it starts and what was filled in or has no effect: one line each."""
-    config, count = run.config, count_parameters(run.shape)
-    active = f", {count.active:,} of them active" if run.shape.is_moe else ""
-    start = f"weights of {config.model.load}, step 0"
-    if run.resume is not None:
-        start = f"continues {run.resume.directory} at step {run.resume.iteration}"
-    return [
-        f"model: {run.shape.model_type}, {count.total:,} parameters{active}; {start}",
-        f"ranks: {run.layout.grid_text()}; device {config.launch.device}, {'bf16' if config.model.bf16 else 'fp32'}",
-        f"batch: {batch_text(run)}",
-        f"steps: {steps_text(run)}; saved to {config.checkpoint.save} every {config.checkpoint.save_interval}",
-        *(f"note: {note}" for note in run.notes),
-    ]
+def run(argv: list[str]) -> int:
+    """The words after ``megatron report`` -> 0 once the page is written."""
+    flags = parse_command(argv, REPORT).config.page
+    runs, target = find_logs(flags.runs), Path(flags.output)
+    text = page_text(runs)
+    _write(target, text)
+    for each in runs:
+        steps = len({record["iteration"] for record in each.records if "event" not in record})
+        print(f"{each.name}: {steps:,} steps, {len(each.events)} events; {each.path}")
+        for note in each.notes:
+            print(f"  note: {note}")
+    print(f"report: {target} ({len(text.encode()):,} bytes); open it in a browser, it needs no network", flush=True)
+    return 0
 
 
-def steps_text(run: ResolvedRun) -> str:
-    """The steps, or the epochs that give them once the data is prepared."""
-    iters, epochs = run.config.train.train_iters, run.config.train.num_train_epochs
-    return f"{iters:,}" if iters is not None else f"{epochs} x the rows of an epoch, known when they are prepared"
-
-
-def batch_text(run: ResolvedRun) -> str:
-    """The arithmetic of one step: rows, micro-batches, tokens."""
-    batch, length = run.batch, run.config.data.max_length
-    assert length is not None, "resolve() fills max_length in"
-    form = "packed rows" if run.config.data.packing else "rows of at most"
-    return (
-        f"{batch.global_batch_size} rows a step = micro-batch {batch.micro_batch_size} x DP {batch.data} x "
-        f"{batch.num_microbatches} micro-batches; {form} {'of ' if run.config.data.packing else ''}{length:,} tokens; "
-        f"{'' if run.config.data.packing else 'at most '}{batch.global_batch_size * length:,} tokens a step"
-    )
+def _write(target: Path, text: str) -> None:
+    """The whole page, or the older one stays."""
+    temporary = target.with_name(f".{target.name}.partial")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, target)
+    except OSError as error:
+        raise ConfigError("--output is a file that can be written", seen=error, fix="another path") from None

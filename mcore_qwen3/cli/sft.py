@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 
 from mcore_qwen3.cli.agreement import setting_facts
 from mcore_qwen3.cli.dry_run import dry_run_lines
-from mcore_qwen3.cli.report import plan_lines
 from mcore_qwen3.cli.resolve import (
     MODEL_VARIABLE,
     ResolvedRun,
@@ -23,6 +22,7 @@ from mcore_qwen3.cli.resolve import (
     with_weights,
 )
 from mcore_qwen3.cli.resume import TRACKER_VARIABLE, tracker_stamp, ways_out
+from mcore_qwen3.cli.run_lines import plan_lines
 from mcore_qwen3.config import ParsedRun, RunConfig, parse_args
 from mcore_qwen3.data.sources import check_entries
 from mcore_qwen3.errors import McoreQwen3Error
@@ -60,20 +60,20 @@ def run(argv: list[str], command: str = "sft") -> int:
         if job is None:
             return 0
         plan, company, environment = job
-        words, limits = ["-m", "mcore_qwen3", command, *argv], _limits(parsed.config)
-        return run_ranks(plan, words, limits, signals, extra_env=began | environment, company=company)
+        words, extra_env = ["-m", "mcore_qwen3", command, *argv], began | environment
+        return run_ranks(plan, words, limits(parsed.config), signals, extra_env=extra_env, company=company)
 
 
 def _prepare(parsed: ParsedRun) -> tuple[LaunchPlan, Company, dict[str, str]] | None:
     """All that comes before the ranks: what to start, with whom, and what to tell the ranks; None where nothing starts."""
-    config, gpus = parsed.config, _gpus(parsed.config)
+    config, gpus = parsed.config, usable_gpus(parsed.config)
     if config.launch.dry_run:
         resolved = resolve(parsed, expected_ranks(os.environ, gpus=gpus, platform=config.launch.platform))
         _say(dry_run_lines(resolved, _data_files(resolved)))
         return None
     plan = resolve_environment(os.environ, gpus=gpus, platform=config.launch.platform)
     _say([*plan.table(), *(f"note: {note}" for note in plan.notes)])
-    seconds = _limits(config).meeting_seconds
+    seconds = limits(config).meeting_seconds
     company = check_in(plan, setting_facts(config), visible_gpus(os.environ) if gpus else (), seconds)
     try:
         environment = _prepare_node(parsed, plan)
@@ -119,7 +119,8 @@ def _data_files(run: ResolvedRun) -> list[str]:
     return check_entries((*data.dataset, *data.val_dataset))
 
 
-def _limits(config: RunConfig) -> Limits:
+def limits(config: RunConfig) -> Limits:
+    """How long the ranks get, and how often they start."""
     return Limits(
         exit_grace=config.train.exit_grace,
         exit_code_on_signal=config.train.exit_code_on_signal,
@@ -130,7 +131,7 @@ def _limits(config: RunConfig) -> Limits:
     )
 
 
-def _gpus(config: RunConfig) -> int | None:
+def usable_gpus(config: RunConfig) -> int | None:
     """GPUs of this node that the run may use; None for one on CPU. A dry run may plan for one that is not there."""
     if config.launch.device == "cpu":
         return None

@@ -11,7 +11,7 @@ from mcore_qwen3.cli.prepare import check_same_data, prepare_data
 from mcore_qwen3.cli.resolve import ResolvedRun, resolve, train_iters, with_steps, with_weights
 from mcore_qwen3.cli.resume import check_same_point
 from mcore_qwen3.cli.shared_folder import check_shared_folder
-from mcore_qwen3.config import ParsedRun, RunConfig, decay_iters, greater_is_better, warmup_iters
+from mcore_qwen3.config import ParsedRun, RunConfig, greater_is_better
 from mcore_qwen3.data.prepare import Prepared
 from mcore_qwen3.errors import ConfigError
 from mcore_qwen3.launch import SUPERVISED, Heartbeat, log_to, on_stop_request, rank_main, restarted, started_at
@@ -27,10 +27,29 @@ def run_rank(parsed: ParsedRun) -> int:
 
 
 def _run(parsed: ParsedRun) -> int:
-    def say(text: str) -> None:
-        if os.environ["RANK"] == "0":
-            print(text, flush=True)
+    run, prepared, device = meet(parsed)
+    check_shared_folder(Path(str(run.config.checkpoint.save)))
+    check_same_data(prepared)
+    check_same_point(run.resume)
+    start_groups(run, device)
+    code = _train(run, prepared, device, say)
+    groups.stop_process_group()
+    return code
 
+
+def say(text: str) -> None:
+    """Print a line on rank 0."""
+    if os.environ["RANK"] == "0":
+        print(text, flush=True)
+
+
+def meet(parsed: ParsedRun) -> tuple[ResolvedRun, Prepared, Device]:
+    """Work out the run, find its data and this rank's device, and join the other ranks.
+
+    Raises:
+        ConfigError, DataError: the run cannot be as it is given.
+        LaunchError: other ranks than expected, or ranks that differ, came.
+    """
     if parsed.config.launch.log_dir is not None:
         restart = restarted(os.environ)
         log_to(Path(parsed.config.launch.log_dir), int(os.environ["RANK"]), restart.number if restart else 0)
@@ -51,26 +70,24 @@ def _run(parsed: ParsedRun) -> int:
     prepared = prepare_data(run)  # found in the cache; before the ranks meet, so that no collective waits for it
     run = with_steps(run, prepared.train.rows)
     groups.prepare_megatron(device)
-    timeout_s = 60 * run.config.launch.distributed_timeout_minutes
-    groups.start_process_group(device, timeout_s)
+    groups.start_process_group(device, 60 * run.config.launch.distributed_timeout_minutes)
     joined = check_agreement(run.config, run.hf_files)
-    check_shared_folder(Path(str(run.config.checkpoint.save)))
-    check_same_data(prepared)
-    check_same_point(run.resume)
-    groups.start_model_parallel(run.layout, timeout_s)
-    groups.seed_everything(run.config.train.seed)
     say(f"{run.layout.world_size} ranks joined: {joined}; device {device.kind}: {device.reason}")
-    code = _train(run, prepared, device, say)
-    groups.stop_process_group()
-    return code
+    return run, prepared, device
+
+
+def start_groups(run: ResolvedRun, device: Device) -> None:
+    """Megatron's groups of the run's layout, and its seed. Collective."""
+    groups.start_model_parallel(run.layout, 60 * run.config.launch.distributed_timeout_minutes)
+    groups.seed_everything(run.config.train.seed)
 
 
 def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> int:
     """Build everything, train, and return the exit code. Megatron is imported here, after its stand-ins."""
     from mcore_qwen3.cli import rank_parts as parts
+    from mcore_qwen3.cli.rank_settings import schedules
     from mcore_qwen3.train.log import TrainLog
     from mcore_qwen3.train.loop import Parts, Plan, StopRequest, train
-    from mcore_qwen3.train.schedule import LearningRate
 
     config = run.config
     stop = StopRequest(_time_limit(config))
@@ -80,14 +97,18 @@ def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> in
     parts.dry_batch(run, prepared, device, chunks, optimizer, say)
     save = parts.save_root(run)
     total = train_iters(config)
+    first = os.environ["RANK"] == "0"
+    facts = parts.run_facts(run, prepared, device)
     log = TrainLog(
         save,
-        total,
+        facts,
         config.train.log_interval,
-        active=os.environ["RANK"] == "0",
+        active=first,
         start_iteration=state.iteration,
-        world_size=run.layout.world_size,
+        trackers=parts.open_trackers(run, state.iteration) if first else (),
     )
+    if facts.peak_tflops is None:
+        say(f"MFU is not counted: {facts.no_peak_because}")
     if (restart := restarted(os.environ)) is not None:
         log.restart(state.iteration, restart.number, restart.reason)
     plan = Plan(
@@ -101,13 +122,7 @@ def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> in
         metric_for_best_model=config.checkpoint.metric_for_best_model or "",
         greater_is_better=greater_is_better(config),
     )
-    schedule = LearningRate(
-        lr=config.optim.lr,
-        min_lr=config.optim.min_lr,
-        style=config.optim.lr_decay_style,
-        warmup_iters=warmup_iters(config),
-        decay_iters=decay_iters(config),
-    )
+    rate, weight_decay = schedules(config)
     evaluation = parts.evaluation(run, prepared)
     state = train(
         plan,
@@ -115,17 +130,20 @@ def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> in
             device=device,
             chunks=chunks,
             optimizer=optimizer,
-            schedule=schedule,
+            schedule=rate,
+            weight_decay=weight_decay,
             batches=heartbeat.around("step", parts.training_batches(run, prepared, state.consumed_samples)),
             evaluation=evaluation and (lambda: heartbeat.around("evaluation", evaluation())),
             enter=heartbeat.enter,
-            saver=parts.checkpoint_saver(run, log.say),
+            saver=parts.checkpoint_saver(run, log.say, log.saved),
             log=log,
+            profiler=parts.profiler(run, device),
         ),
         state,
         stop,
     )
     heartbeat.enter("end")
+    log.stopped(state)
     log.close()
     if state.stopped_by != "end":
         say(f"stopped by {state.stopped_by} after step {state.iteration}; the same command continues")

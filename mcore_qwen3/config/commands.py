@@ -6,11 +6,13 @@ from typing import Any
 
 from mcore_qwen3.config.aliases import ALIASES, CONVERT_ALIASES, DATA_ALIASES
 from mcore_qwen3.config.checks import check
+from mcore_qwen3.config.compare import CompareConfig, check_compare
 from mcore_qwen3.config.convert import Hf2McoreConfig, Mcore2HfConfig, VerifyConfig, check_conversion, check_verify
 from mcore_qwen3.config.doctor import DoctorConfig
 from mcore_qwen3.config.inspect import InspectConfig, check_inspect
 from mcore_qwen3.config.parser import Command, Parsed, parse_command
 from mcore_qwen3.config.plan import PlanConfig, check_plan
+from mcore_qwen3.config.report import ReportConfig, check_report
 from mcore_qwen3.config.run import RunConfig
 from mcore_qwen3.config.submit import SubmitConfig, check_submit
 
@@ -39,6 +41,8 @@ EXPORT = Command(
 )
 DATA = Command(program="megatron data", root=InspectConfig, aliases=DATA_ALIASES, check=check_inspect)
 PLAN = Command(program="megatron plan", root=PlanConfig, aliases=ALIASES, check=check_plan)
+COMPARE = Command(program="megatron compare", root=CompareConfig, aliases=ALIASES, check=check_compare)
+REPORT = Command(program="megatron report", root=ReportConfig, aliases={}, check=check_report, words=("runs",))
 VERIFY = Command(program="convert verify", root=VerifyConfig, aliases={}, check=check_verify, words=("a", "b"))
 
 DOCTOR = Command(

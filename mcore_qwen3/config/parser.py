@@ -16,8 +16,8 @@ from mcore_qwen3.config.values import convert
 from mcore_qwen3.config.yaml_file import read_flat_yaml
 from mcore_qwen3.errors import ConfigError
 
-_METAVARS = {"int": "N", "float": "X", "bool": "true|false", "str": "TEXT", "list": "TEXT", "floats": "X"}
-_NARGS = {"bool": "?", "list": "+", "floats": "+"}
+_METAVARS = {"int": "N", "float": "X", "bool": "true|false", "str": "TEXT", "list": "TEXT", "ints": "N", "floats": "X"}
+_NARGS = {"bool": "?", "list": "+", "ints": "+", "floats": "+"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +29,7 @@ class Command[Config]:
         root: the class of its settings.
         aliases: other names of its flags.
         check: raises ConfigError for settings that break a rule.
-        words: flags whose values may also stand without their names, in this order.
+        words: flags whose values may also stand without their names, in this order; a list as the last takes the rest.
         then: what follows its flags, for the usage.
     """
 
@@ -144,7 +144,8 @@ def _read_command_line(argv: list[str], command: Command[Any]) -> tuple[list[_Se
     unknown_flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
     if unknown_flags:
         raise _unknown_names(unknown_flags, [word.lstrip("-") for word in unknown_flags], command)
-    if len(unknown) > len(command.words):
+    values = _with_last_list(unknown, command)
+    if len(values) > len(command.words):
         raise ConfigError(
             "a word belongs to no flag", seen=" ".join(unknown[len(command.words) :]), fix="write --flag value"
         )
@@ -152,8 +153,16 @@ def _read_command_line(argv: list[str], command: Command[Any]) -> tuple[list[_Se
     if len(files) > 1:
         raise ConfigError("--config is given more than once", seen=", ".join(files), fix="name one file")
     settings = [_Setting(name, raw, f"--{name}") for name, raw in known.settings if name != "config"]
-    settings += [_Setting(name, word, name.upper()) for name, word in zip(command.words, unknown, strict=False)]
+    settings += [_Setting(name, word, name.upper()) for name, word in zip(command.words, values, strict=False)]
     return settings, files
+
+
+def _with_last_list(words: list[str], command: Command[Any]) -> list[Any]:
+    """The words without a flag, one value for each of the command's: the last of them, if a list, takes the rest."""
+    last = len(command.words) - 1
+    if last < 0 or len(words) <= last or command.flags()[command.words[last]].type != "list":
+        return list(words)
+    return [*words[:last], words[last:]]
 
 
 def _read_file(path: str, command: Command[Any]) -> list[_Setting]:
@@ -208,7 +217,7 @@ def _typed(settings: Iterable[_Setting], command: Command[Any]) -> dict[str, Any
         field, value = _field_and_value(setting, flags, command.aliases)
         earlier = found.setdefault(field, (value, setting))
         if earlier[0] != value:
-            fix = f"write --{field} a b" if flags[field].type == "list" else "keep one of them"
+            fix = f"write --{field} a b" if flags[field].type in ("list", "ints") else "keep one of them"
             seen = " and ".join(f"{s.where} {_words(s.raw)}" for s in (earlier[1], setting))
             raise ConfigError(f"{field} is given twice with different values", seen=seen, fix=fix)
     return {field: value for field, (value, _) in found.items()}

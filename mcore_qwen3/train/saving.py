@@ -93,6 +93,7 @@ class CheckpointSaver:
         total_limit: checkpoints to keep; None keeps all.
         asynchronous: training goes on while the files are written; each rank keeps a copy of what it writes in host memory.
         say: prints a line, on rank 0.
+        saved: told the iteration of every checkpoint that is complete, on all ranks.
     """
 
     def __init__(
@@ -103,7 +104,9 @@ class CheckpointSaver:
         total_limit: int | None,
         asynchronous: bool,
         say: Callable[[str], None],
+        saved: Callable[[int], None] = lambda iteration: None,
     ) -> None:
+        self._saved = saved
         self._root, self._writer, self._total_limit = root, writer, total_limit
         self._asynchronous, self._say = asynchronous, say
         self._shares, self._host_copies = Shares(), _HostCopies()
@@ -217,6 +220,7 @@ class CheckpointSaver:
             raise
         if pending.is_last:
             self._say(f"saved {pending.final}")
+            self._saved(pending.state.iteration)
             return
 
         def complete() -> None:

@@ -159,6 +159,8 @@ def test_a_rank_that_hangs_ends_all_and_a_restart_goes_on(
     assert job.end() == 143, job.screen
     job.assert_nothing_left()
     events = [json.loads(line) for line in (save / "train_log.jsonl").read_text().splitlines() if '"event"' in line]
+    assert (events[-1]["event"], events[-1]["reason"]) == ("stop", "SIGTERM")
+    events = [event for event in events if event["event"] in ("start", "restart")]
     assert [(event["event"], event["iteration"]) for event in events] == [
         ("start", 0),
         ("start", restored),

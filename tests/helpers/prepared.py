@@ -17,7 +17,13 @@ MAX_LENGTH = 16
 
 
 def prepared_data(
-    tmp_path: Path, samples: Sequence[Sample], *, packing: bool, row_multiple: int = 1, sample_multiple: int = 1
+    tmp_path: Path,
+    samples: Sequence[Sample],
+    *,
+    packing: bool,
+    row_multiple: int = 1,
+    sample_multiple: int = 1,
+    max_length: int = MAX_LENGTH,
 ) -> Prepared:
     """A cache folder with `samples` as the training and as the validation split."""
     lengths = np.array([len(ids) for ids, _ in samples], dtype=np.int64)
@@ -27,7 +33,7 @@ def prepared_data(
         write_samples(folder, [ids for ids, _ in samples], [mask for _, mask in samples], [lengths])
         write_places(folder, [f"a.jsonl:{number}" for number in range(len(samples))])
         padded = -(-lengths // sample_multiple) * sample_multiple
-        capacity = -(-MAX_LENGTH // sample_multiple) * sample_multiple
+        capacity = -(-max_length // sample_multiple) * sample_multiple
         order, starts = pack(padded, capacity) if packing else one_a_row(len(samples))
         splits = {}
         for name in ("train", "validation"):
@@ -42,7 +48,7 @@ def prepared_data(
         return {
             **splits,
             "packing": packing,
-            "max_length": MAX_LENGTH,
+            "max_length": max_length,
             "row_multiple": row_multiple,
             "sample_multiple": sample_multiple,
             "pad_token_id": PAD,
