@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mcore_qwen3.arch import ModelShape, ParallelLayout, count_parameters, iteration_directory, resolve_layout
+from mcore_qwen3.cli.estimate import expected_modules
 from mcore_qwen3.cli.plan_view import command_text, explain_lines, plan_record, run_flags, table_lines, yaml_text
 from mcore_qwen3.cli.resolve import layout_of
 from mcore_qwen3.config import PLAN, Command, Parsed, PlanConfig, RunConfig, parse_command, to_flat_dict, with_values
@@ -109,8 +110,7 @@ def _calibration(config: PlanConfig, shape: ModelShape, gpu: Gpu) -> Calibration
     log = Path(config.assumptions.calibrate)
     own = _own_run(log)
     layout = layout_of(own, world_size(log), shape)
-    settings = settings_of(own, layout, modules=_modules(own), on_cuda=True)
-    settings = replace(settings, moe_imbalance=load_calibration().natural_imbalance)
+    settings = settings_of(own, layout, modules=expected_modules(own), on_cuda=True)
     return calibrate([run_of_log(log, shape=shape, layout=layout, settings=settings, gpu=gpu)])
 
 
@@ -134,7 +134,7 @@ def planned_run(config: PlanConfig, shape: ModelShape) -> RunConfig:
 
 
 def _settings(config: PlanConfig, run: RunConfig, layout: ParallelLayout, calibration: Calibration) -> Settings:
-    assumed, settings = config.assumptions, settings_of(run, layout, modules=_modules(run), on_cuda=True)
+    assumed, settings = config.assumptions, settings_of(run, layout, modules=expected_modules(run), on_cuda=True)
     return replace(
         settings,
         effective_length=float(assumed.effective_length or settings.effective_length),
@@ -142,11 +142,6 @@ def _settings(config: PlanConfig, run: RunConfig, layout: ParallelLayout, calibr
         train_type=assumed.train_type,
         lora_rank=assumed.lora_rank,
     )
-
-
-def _modules(run: RunConfig) -> str:
-    """transformer-engine's on a GPU, unless the user has chosen."""
-    return "torch" if run.model.transformer_impl == "torch" else "transformer_engine"
 
 
 def head_lines(search: Search) -> list[str]:

@@ -8,10 +8,11 @@ from typing import Any
 
 import yaml
 
+from mcore_qwen3.cli.estimate import account_lines
 from mcore_qwen3.config import Parsed, PlanConfig, RunConfig, to_flat_dict
 from mcore_qwen3.planner.gpus import Gpu
 from mcore_qwen3.planner.layout_words import layout_words
-from mcore_qwen3.planner.memory import GIB, Account, stage_account
+from mcore_qwen3.planner.memory import GIB, stage_account
 from mcore_qwen3.planner.models import load_name
 from mcore_qwen3.planner.search import Plan, Search
 from mcore_qwen3.planner.step_time import StepTime
@@ -73,17 +74,12 @@ def explain_lines(plan: Plan, search: Search) -> list[str]:
     accounts = [stage_account(search.shape, layout, plan.settings, stage) for stage in range(layout.pipeline)]
     for account in accounts:
         mark = "  <- heaviest" if account.stage == plan.account.stage else ""
-        lines += ["", f"stage {account.stage}: {_gib(account.total)} GiB{mark}", *_account_lines(account)]
+        lines += ["", f"stage {account.stage}: {_gib(account.total)} GiB{mark}", *(f"  {line}" for line in account_lines(account))]
     free = search.gpu.memory_gib - plan.account.total / GIB
     verdict = f"fits with {free:.1f} GiB free" if plan.fits(search.gpu) else f"does not fit: {-free:.1f} GiB too much"
     bounds = f"{_gib(plan.account.low)} to {_gib(plan.account.high)}"
     lines += ["", f"{search.gpu.name}: {verdict}; {bounds} GiB of {search.gpu.memory_gib:g} expected"]
     return [*lines, "", *_step_lines(plan.step)]
-
-
-def _account_lines(account: Account) -> Iterable[str]:
-    for item in (*account.items, *account.fitted):
-        yield f"  {item.name:<20} {_gib(item.bytes):>8} GiB  {item.source}"
 
 
 def _step_lines(step: StepTime) -> Iterable[str]:

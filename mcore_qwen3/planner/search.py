@@ -127,10 +127,11 @@ class Search:
 
     def _choices(self, start: Start) -> Iterator[tuple[ParallelLayout, Settings]]:
         """Every virtual stage and recompute choice of a start; the one that needs least memory last."""
+        plain = replace(for_layout(self.settings, start.layouts[0]), micro_batch_size=start.micro_batch_size)
         for choice in self._recompute_choices():
+            settings = replace(plain, **choice)
             for layout in start.layouts:
-                settings = for_layout(self.settings, layout)
-                yield layout, replace(settings, micro_batch_size=start.micro_batch_size, **choice)
+                yield layout, settings
 
     def _seconds(self, layout: ParallelLayout, settings: Settings) -> StepTime:
         return estimate_step(self.shape, layout, settings, self.gpu, self.calibration)

@@ -15,7 +15,7 @@ from helpers.tiny import Sample
 
 from mcore_qwen3.arch import ModelShape, resolve_layout
 from mcore_qwen3.planner.activations import logit_values, tokens_of
-from mcore_qwen3.planner.chunks import chunk_bytes, in_flight
+from mcore_qwen3.planner.chunks import in_flight, stage_chunks
 from mcore_qwen3.planner.settings import Settings
 
 LENGTH = 128
@@ -74,7 +74,7 @@ def account(
         moe_imbalance=load,
         **({"bf16": False} | options),
     )
-    kept = chunk_bytes(shape, resolved, settings, 0, 0).kept
+    kept = stage_chunks(shape, resolved, settings, 0)[0].kept
     return kept + 4 * logit_values(shape, resolved, tokens_of(shape, resolved, settings))
 
 

@@ -6,6 +6,7 @@ import dataclasses
 
 from mcore_qwen3.arch import resolve_layout
 from mcore_qwen3.config import RunConfig, with_values
+from mcore_qwen3.planner.calibration import load_calibration
 from mcore_qwen3.planner.measured_memory import SHAPES
 from mcore_qwen3.planner.settings import Settings, settings_of
 
@@ -44,6 +45,7 @@ def test_every_flag_reaches_its_setting() -> None:
     assert {name: getattr(settings, name) for name in shared} == values
     assert (settings.row_length, settings.effective_length) == (8192, 8192.0)
     assert (settings.modules, settings.on_cuda, settings.element_bytes, settings.master_bytes) == ("torch", True, 2, 4)
+    assert settings.moe_imbalance == load_calibration().natural_imbalance
 
 
 def test_fp32_has_no_master_weights_and_no_balance_loss_keeps_no_scores() -> None:
@@ -52,3 +54,15 @@ def test_fp32_has_no_master_weights_and_no_balance_loss_keeps_no_scores() -> Non
     settings = settings_of(run, layout, modules="torch", on_cuda=False)
     assert (settings.element_bytes, settings.master_bytes, settings.moe_aux_loss_coeff) == (4, 0, 0.0)
     assert settings.row_length == 8190
+
+
+def test_experts_are_uneven_where_other_ranks_have_some() -> None:
+    """At EP 1 a rank's experts get the choices of its own tokens, whatever the router does."""
+    shape = SHAPES["Qwen3-30B-A3B"]
+    one, eight = (resolve_layout(8, expert=expert, shape=shape) for expert in (1, 8))
+    run = Settings(row_length=8192, effective_length=8192, moe_imbalance=1.5)
+    assert (run.expert_load(one), run.expert_load(eight)) == (1.0, 1.5)
+    capped = dataclasses.replace(run, moe_expert_capacity_factor=1.25)
+    assert (capped.expert_load(one), capped.expert_load(eight)) == (1.0, 1.25)
+    padded = dataclasses.replace(capped, moe_pad_expert_input_to_capacity=True)
+    assert (padded.expert_load(one), padded.expert_load(eight)) == (1.25, 1.25)
