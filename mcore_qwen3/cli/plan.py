@@ -36,7 +36,7 @@ def run(argv: list[str]) -> int:
         _say([*parsed.notes, *head_lines(search)])
     if question.explain:
         return _explain(config, search)
-    gpus = _fewest_gpus(config, search) if question.min_gpus else config.cluster.gpus
+    gpus, roomy = _fewest_gpus(config, search) if question.min_gpus else (config.cluster.gpus, None)
     assert gpus is not None, "parsing has refused a plan without gpus and min_gpus"
     _check_whole_nodes(gpus, search.gpu)
     plans = search.best(gpus, SHOWN)
@@ -48,8 +48,12 @@ def run(argv: list[str]) -> int:
         _write(Path(question.output), yaml_text(flags, search, plans[0]))
     if question.json:
         record = {"gpus": gpus, "gpu": search.gpu.name, "command": command}
+        record |= {"gpus_with_room": roomy} if question.min_gpus else {}
         _say([json.dumps(record | {"plans": [plan_record(plan, search.gpu) for plan in plans]}, indent=2)])
         return 0
+    if question.min_gpus:
+        room = f"{roomy} GPUs" if roomy else f"no number up to {config.cluster.gpus or MOST_GPUS} GPUs"
+        _say([f"{gpus} GPUs are the fewest that fit; with the whole range of the estimate in memory: {room}", ""])
     _say([f"{gpus} GPUs, the fastest that fit, one line for each TP, CP, PP, EP and ETP:", ""])
     _say([*table_lines(plans, search.gpu), ""])
     if command is None:
@@ -158,7 +162,8 @@ def head_lines(search: Search) -> list[str]:
     ]
 
 
-def _fewest_gpus(config: PlanConfig, search: Search) -> int:
+def _fewest_gpus(config: PlanConfig, search: Search) -> tuple[int, int | None]:
+    """The fewest GPUs whose memory the middle of an estimate fits, and the fewest that hold its whole range."""
     limit = config.cluster.gpus or MOST_GPUS
     gpus = search.fewest_gpus(limit)
     if gpus is None:
@@ -167,7 +172,7 @@ def _fewest_gpus(config: PlanConfig, search: Search) -> int:
             seen=f"{limit} x {search.gpu.name}",
             fix="a GPU with more memory, a smaller --max_length, or fewer fixed flags",
         )
-    return gpus
+    return gpus, search.fewest_gpus(limit, at_the_edge=False)
 
 
 def _nothing_fits(config: PlanConfig, search: Search, gpus: int) -> int:

@@ -7,6 +7,7 @@ micro-batch and recompute. A knob that the user fixes keeps its value.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from mcore_qwen3.arch.pipeline import PipelineSplit, balanced_split, is_legal
 from mcore_qwen3.errors import ConfigError
 from mcore_qwen3.planner.calibration import Calibration
 from mcore_qwen3.planner.gpus import Gpu
-from mcore_qwen3.planner.memory import GIB, Account, heaviest_account, heaviest_state
+from mcore_qwen3.planner.memory import GIB, HIGH, Account, heaviest_account, heaviest_state
 from mcore_qwen3.planner.settings import Settings
 from mcore_qwen3.planner.step_time import StepTime, estimate_step
 
@@ -58,14 +59,10 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """Layouts that differ in their virtual stages alone, most stages first, with one micro-batch size.
-
-    `bound`: seconds of the fastest among them, with nothing computed again.
-    """
+    """Layouts that differ in their virtual stages alone, most stages first, with one micro-batch size."""
 
     layouts: tuple[ParallelLayout, ...]
     micro_batch_size: int
-    bound: float
 
 
 def sizes(layout: ParallelLayout) -> tuple[int, ...]:
@@ -88,20 +85,26 @@ class Search:
 
         First those whose whole range fits, then those at the edge of the memory.
         """
-        starts = sorted(self._starts(gpus), key=lambda start: start.bound)
-        plans = self._fastest(starts, number, at_the_edge=False)
+        bounds = [(self._bound(start), start) for start in self._starts(gpus, usable_bytes(self.gpu))]
+        bounds.sort(key=lambda pair: pair[0])
+        plans = self._fastest(bounds, number, at_the_edge=False)
         if len(plans) < number:
             known = {sizes(plan.layout) for plan in plans}
-            others = [start for start in starts if sizes(start.layouts[0]) not in known]
+            others = [(bound, start) for bound, start in bounds if sizes(start.layouts[0]) not in known]
             plans += self._fastest(others, number - len(plans), at_the_edge=True)
         return plans
 
-    def _fastest(self, starts: Sequence[Start], number: int, *, at_the_edge: bool) -> list[Plan]:
+    def _bound(self, start: Start) -> float:
+        """Seconds of the fastest of a start's choices: most virtual stages, nothing computed again."""
+        layout, settings = next(self._choices(start))
+        return self._seconds(layout, settings).seconds
+
+    def _fastest(self, starts: Sequence[tuple[float, Start]], number: int, *, at_the_edge: bool) -> list[Plan]:
         """The fastest plans of starts in the order of their bounds; ends where no bound can be beaten."""
         best: dict[tuple[int, ...], Plan] = {}
-        for start in starts:
+        for bound, start in starts:
             seconds = sorted(plan.step.seconds for plan in best.values())
-            if len(best) >= number and start.bound >= seconds[number - 1]:
+            if len(best) >= number and bound >= seconds[number - 1]:
                 break
             plan = self._first_that_fits(start, at_the_edge)
             if plan is not None:
@@ -112,18 +115,18 @@ class Search:
 
     def _first_that_fits(self, start: Start, at_the_edge: bool) -> Plan | None:
         """The fastest of a start's virtual stages and recompute choices that fits."""
-
-        def fits(account: Account) -> bool:
-            return (account.total if at_the_edge else account.high) <= usable_bytes(self.gpu)
-
-        *_, (layout, lightest) = self._choices(start)
-        if not fits(heaviest_account(self.shape, layout, lightest)):
+        choices, limit = list(self._choices(start)), self._most_bytes(at_the_edge)
+        if heaviest_account(self.shape, *choices[-1]).total > limit:
             return None
-        timed = [(self._seconds(*choice), *choice) for choice in self._choices(start)]
+        timed = [(self._seconds(*choice), *choice) for choice in choices]
         for step, layout, settings in sorted(timed, key=lambda choice: choice[0].seconds):
-            if fits(account := heaviest_account(self.shape, layout, settings)):
+            if (account := heaviest_account(self.shape, layout, settings)).total <= limit:
                 return Plan(layout=layout, settings=settings, account=account, step=step)
         return None
+
+    def _most_bytes(self, at_the_edge: bool) -> float:
+        """The largest total of an account that fits: with its middle alone, or with its whole range."""
+        return usable_bytes(self.gpu) / (1 if at_the_edge else HIGH)
 
     def _choices(self, start: Start) -> Iterator[tuple[ParallelLayout, Settings]]:
         """Every virtual stage and recompute choice of a start; the one that needs least memory last."""
@@ -143,32 +146,34 @@ class Search:
 
     def lightest(self, gpus: int) -> Plan | None:
         """The plan that needs least memory, for the case that none fits; None where no layout is legal."""
-        lightest = [list(self._choices(start))[-1] for start in self._starts(gpus, all_sizes=True)]
+        lightest = [list(self._choices(start))[-1] for start in self._starts(gpus)]
         return min((self.one(*choice) for choice in lightest), key=lambda plan: plan.account.total, default=None)
 
-    def fewest_gpus(self, limit: int) -> int | None:
-        """The smallest number of GPUs, whole nodes above one, on which something fits."""
+    def fewest_gpus(self, limit: int, *, at_the_edge: bool = True) -> int | None:
+        """The smallest number of GPUs, whole nodes above one, on which something fits.
+
+        Args:
+            limit: the largest number to look at.
+            at_the_edge: the middle of an estimate has to fit; False: its whole range.
+        """
         node = self.gpu.gpus_per_node
         sizes = [size for size in (1, 2, 4, 8, 16, 32) if size < node]
         sizes += range(node, limit + 1, node)
-        return next((size for size in sizes if size <= limit and self._any_fits(size)), None)
+        return next((size for size in sizes if size <= limit and self._any_fits(size, at_the_edge)), None)
 
-    def _any_fits(self, gpus: int) -> bool:
-        return any(self._first_that_fits(start, at_the_edge=True) is not None for start in self._starts(gpus))
+    def _any_fits(self, gpus: int, at_the_edge: bool) -> bool:
+        most = self._most_bytes(at_the_edge)
+        lightest = (list(self._choices(start))[-1] for start in self._starts(gpus, most))
+        return any(heaviest_account(self.shape, *choice).total <= most for choice in lightest)
 
-    def _starts(self, gpus: int, *, all_sizes: bool = False) -> Iterator[Start]:
-        """Every legal start whose weights and optimizer fit; with `all_sizes` the others too."""
+    def _starts(self, gpus: int, most_state: float = math.inf) -> Iterator[Start]:
+        """Every legal start whose weights, gradients and optimizer take no more bytes."""
         for layouts in self._layouts(gpus):
-            state = heaviest_state(self.shape, layouts[-1], self.settings)
-            if not all_sizes and state > usable_bytes(self.gpu):
+            if heaviest_state(self.shape, layouts[-1], self.settings) > most_state:
                 continue
             for size in self._micro_batch_sizes():
-                legal = tuple(layout for layout in layouts if self._divides(size, layout))
-                if legal:
-                    settings = replace(for_layout(self.settings, legal[0]), micro_batch_size=size)
-                    settings = replace(settings, **self._recompute_choices()[0])
-                    bound = self._seconds(legal[0], settings).seconds
-                    yield Start(layouts=legal, micro_batch_size=size, bound=bound)
+                if legal := tuple(layout for layout in layouts if self._divides(size, layout)):
+                    yield Start(layouts=legal, micro_batch_size=size)
 
     def _divides(self, micro_batch_size: int, layout: ParallelLayout) -> bool:
         group = layout.data * (layout.pipeline if layout.virtual_pipeline > 1 else 1)

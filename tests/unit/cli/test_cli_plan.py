@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from helpers.hf_configs import hf_config
+from helpers.scripts import load_script
 
 from mcore_qwen3.arch.shape import TRACKER
 from mcore_qwen3.cli.main import main
@@ -110,7 +111,33 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_fewest_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "Qwen3-30B-A3B", "--min_gpus", "--max_length", "8192", "--global_batch_size", "16"]
-    assert "8 GPUs, the fastest that fit" in plan(capsys, *words)
+    output = plan(capsys, *words)
+    assert "8 GPUs are the fewest that fit; with the whole range of the estimate in memory: 16 GPUs" in output
+    assert "8 GPUs, the fastest that fit" in output
+    answer = json.loads(plan(capsys, *words, "--json"))
+    assert (answer["gpus"], answer["gpus_with_room"]) == (8, 16)
+
+
+def test_the_page_of_layouts_is_what_the_command_says_now(repo_root: Path) -> None:
+    script = load_script(repo_root / "scripts" / "write_plans.py")
+    assert script.PAGE == repo_root / "docs" / "how-many-gpus.md"
+    page = script.page()
+    assert page == script.PAGE.read_text(encoding="utf-8"), "python scripts/write_plans.py"
+    for model in ("Qwen3-30B-A3B", "Qwen3-235B-A22B", "Qwen3-Coder-480B-A35B-Instruct"):
+        section = page.split(f"## {model}\n")[1].split("\n## ")[0]
+        assert [section.count(f"| {card} GB | ") for card in ("H100 80", "H20 96", "H200 141")] == [2, 2, 2]
+
+
+def test_a_custom_gpu_with_the_facts_of_a_known_one_gives_its_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "Qwen3-30B-A3B", "--gpus", "16", "--max_length", "8192", "--global_batch_size", "16", "--json"]
+    known = json.loads(plan(capsys, *words, "--gpu", "h100-80"))["plans"]
+    facts = "--gpu custom --gpu_memory 79.1 --gpu_tflops 989 --intra_bw 450 --inter_bw 50 --gpus_per_node 8".split()
+    assert json.loads(plan(capsys, *words, *facts))["plans"] == known
+    facts[facts.index("--inter_bw") + 1] = "5"
+    slower = json.loads(plan(capsys, *words, *facts))["plans"]
+    assert slower[0]["step_seconds"]["middle"] > 1.2 * known[0]["step_seconds"]["middle"]
+    main(["plan", *words[:4], "--gpu", "custom", "--gpu_memory", "79.1"])
+    assert "--gpu_tflops" in capsys.readouterr().err
 
 
 def test_lora_needs_fewer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,6 +111,15 @@ BIG: dict[str, list[tuple[int, dict[str, Any]]]] = {
 }
 
 
+# Four layers: with PP 2 evenly or as 1 + 3, with PP 3 as 2 + 1 + 1 or with the ends counted as layers (1 + 2 + 1).
+CUTS: dict[int, list[dict[str, Any]]] = {
+    1: [{}],
+    2: [{}, {"first_stage_layers": 1}],
+    3: [{"first_stage_layers": 2}, {"account_for_embedding": True, "account_for_loss": True}],
+    4: [{}],
+}
+
+
 def every_layout(shape: ModelShape) -> Iterator[tuple[int, dict[str, Any]]]:
     """(ranks, layout): every legal TP, PP, chunks, EP and expert-TP on up to 8 ranks, each on the fewest ranks it fits.
 
@@ -119,22 +128,23 @@ def every_layout(shape: ModelShape) -> Iterator[tuple[int, dict[str, Any]]]:
     sizes = (1, 2, 4, 8)
     moe_sizes = sizes if shape.is_moe else (1,)
     for tensor, pipeline, virtual, expert, expert_tensor in itertools.product(
-        sizes, sizes, (1, 2), moe_sizes, moe_sizes
+        sizes, CUTS, (1, 2), moe_sizes, moe_sizes
     ):
-        layout = {
-            "tensor": tensor,
-            "pipeline": pipeline,
-            "virtual_pipeline": virtual,
-            "expert": expert,
-            "expert_tensor": expert_tensor,
-        }
-        legal = [
-            (world, layout | {"context": context})
-            for world in sizes
-            for context in (2, 1)
-            if is_legal(shape, world, layout | {"context": context})
-        ]
-        yield from legal[:1]
+        for cut in CUTS[pipeline]:
+            layout = cut | {
+                "tensor": tensor,
+                "pipeline": pipeline,
+                "virtual_pipeline": virtual,
+                "expert": expert,
+                "expert_tensor": expert_tensor,
+            }
+            legal = [
+                (world, layout | {"context": context})
+                for world in range(1, 9)
+                for context in (2, 1)
+                if is_legal(shape, world, layout | {"context": context})
+            ]
+            yield from legal[:1]
 
 
 def is_legal(shape: ModelShape, world: int, layout: dict[str, Any]) -> bool:
@@ -191,7 +201,7 @@ def test_every_layout_of_the_tiny_models_on_up_to_8_ranks() -> None:
         for shape in TINY.values()
         for number, (world, layout) in enumerate(every_layout(shape))
     ]
-    assert len(cases) > 50
+    assert len(cases) > 70
     assert compare(cases) > len(cases)
 
 

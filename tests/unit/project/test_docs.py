@@ -20,6 +20,7 @@ PAGES = [
     "docs/layouts.md",
     "docs/data.md",
     "docs/guards.md",
+    "docs/how-many-gpus.md",
     "docs/differences-from-ms-swift.md",
     "docs/numbers.md",
     "docs/planner.md",
