@@ -1,6 +1,6 @@
 """Writes docs/how-many-gpus.md: what `megatron plan` answers for the large Qwen3-MoE models on cards of 80, 96 and 141 GB.
 
-    python scripts/write_plans.py
+python scripts/write_plans.py
 """
 
 from __future__ import annotations

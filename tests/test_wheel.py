@@ -99,7 +99,7 @@ def test_a_configuration_by_name_outside_the_checkout(site: Path, tmp_path: Path
     shape = load_script(repo_root / "examples" / "quickstart.py").SHAPE
     (tmp_path / "model" / "config.json").write_text(json.dumps(shape))
     (tmp_path / "rows.jsonl").write_text("{}\n")
-    words = "sft --config tiny-moe-sft --load model --dataset rows.jsonl --train_iters 2 --dry_run true".split()
-    done = run_installed(site, tmp_path, "-m", "mcore_qwen3", *words, NPROC_PER_NODE="2")
+    words = ["sft", "--config", "tiny-moe-sft", "--load", "model", "--dataset", "rows.jsonl", "--train_iters", "2"]
+    done = run_installed(site, tmp_path, "-m", "mcore_qwen3", *words, "--dry_run", NPROC_PER_NODE="2")
     assert done.returncode == 0, done.stderr
     assert "expert_model_parallel_size: 2" in done.stdout and "nothing was started" in done.stdout

@@ -74,7 +74,8 @@ def explain_lines(plan: Plan, search: Search) -> list[str]:
     accounts = [stage_account(search.shape, layout, plan.settings, stage) for stage in range(layout.pipeline)]
     for account in accounts:
         mark = "  <- heaviest" if account.stage == plan.account.stage else ""
-        lines += ["", f"stage {account.stage}: {_gib(account.total)} GiB{mark}", *(f"  {line}" for line in account_lines(account))]
+        lines += ["", f"stage {account.stage}: {_gib(account.total)} GiB{mark}"]
+        lines += [f"  {line}" for line in account_lines(account)]
     free = search.gpu.memory_gib - plan.account.total / GIB
     verdict = f"fits with {free:.1f} GiB free" if plan.fits(search.gpu) else f"does not fit: {-free:.1f} GiB too much"
     bounds = f"{_gib(plan.account.low)} to {_gib(plan.account.high)}"

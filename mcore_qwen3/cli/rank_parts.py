@@ -173,11 +173,11 @@ def tell_memory(run: ResolvedRun, device: Device, *, before: float, row_length: 
     """The run's peak beside the planner's estimate, printed and logged. Collective.
 
     What can be compared: on a GPU what torch reserved, with the estimate less context and communicators, which torch does
-    not see; on CPU the growth of the process, with the estimate of tensors alone.
+    not see; on CPU by how much the process outgrew its size before the model, with the estimate of tensors alone.
 
     Args:
         run, device: this rank's.
-        before: GiB that this rank held before its model was built.
+        before: `memory_gib` of this rank before its model was built.
         row_length: tokens of the longest rows.
         log: where it is told.
         step: the last finished step.

@@ -15,7 +15,7 @@ from mcore_qwen3.data.prepare import Prepared
 from mcore_qwen3.errors import ConfigError
 from mcore_qwen3.launch import SUPERVISED, Heartbeat, on_stop_request, rank_main, restarted, started_at
 from mcore_qwen3.runtime import groups
-from mcore_qwen3.runtime.device import Device, choose_device, memory_now_gib, set_cuda_environment
+from mcore_qwen3.runtime.device import Device, choose_device, memory_gib, set_cuda_environment
 
 Say = Callable[[str], None]
 
@@ -70,7 +70,7 @@ def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> in
     stop = StopRequest(_time_limit(config))
     on_stop_request(stop.set)
     heartbeat = Heartbeat(enabled=config.launch.step_timeout > 0)
-    before = memory_now_gib(device)
+    before = memory_gib(device)
     chunks, optimizer, state = parts.build(run, device, say)
     row_length = parts.dry_batch(run, prepared, device, chunks, optimizer, say)
     save = parts.save_root(run)

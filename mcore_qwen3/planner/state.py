@@ -73,9 +73,7 @@ class Buffers:
         )
 
     def __rmul__(self, number: int) -> Buffers:
-        return Buffers(
-            number * self.parameters, number * self.of_experts, number * self.dense, number * self.experts
-        )
+        return Buffers(number * self.parameters, number * self.of_experts, number * self.dense, number * self.experts)
 
 
 def chunk_tensors(

@@ -115,15 +115,6 @@ def memory_gib(device: Device) -> float:
     return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
 
 
-def memory_now_gib(device: Device) -> float:
-    """What `memory_gib` is the peak of, as it is now."""
-    if device.is_cuda:
-        return torch.cuda.memory_reserved() / 2**30
-    import psutil
-
-    return float(psutil.Process().memory_info().rss) / 2**30
-
-
 def synchronize(device: Device) -> None:
     """Wait for the device's queued work, so that a clock read means something."""
     if device.is_cuda:

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from official_configs import D2, M2
+from official_configs import D2
 
 from mcore_qwen3.arch import ModelShape, ParallelLayout, resolve_layout
 from mcore_qwen3.errors import ConfigError

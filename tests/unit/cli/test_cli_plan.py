@@ -120,9 +120,10 @@ def test_fewest_gpus(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_page_of_layouts_is_what_the_command_says_now(repo_root: Path) -> None:
     script = load_script(repo_root / "scripts" / "write_plans.py")
-    assert script.PAGE == repo_root / "docs" / "how-many-gpus.md"
     page = script.page()
-    assert page == script.PAGE.read_text(encoding="utf-8"), "python scripts/write_plans.py"
+    assert page == (repo_root / "docs" / "how-many-gpus.md").read_text(encoding="utf-8"), (
+        "python scripts/write_plans.py"
+    )
     for model in ("Qwen3-30B-A3B", "Qwen3-235B-A22B", "Qwen3-Coder-480B-A35B-Instruct"):
         section = page.split(f"## {model}\n")[1].split("\n## ")[0]
         assert [section.count(f"| {card} GB | ") for card in ("H100 80", "H20 96", "H200 141")] == [2, 2, 2]
@@ -131,11 +132,24 @@ def test_the_page_of_layouts_is_what_the_command_says_now(repo_root: Path) -> No
 def test_a_custom_gpu_with_the_facts_of_a_known_one_gives_its_plans(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "Qwen3-30B-A3B", "--gpus", "16", "--max_length", "8192", "--global_batch_size", "16", "--json"]
     known = json.loads(plan(capsys, *words, "--gpu", "h100-80"))["plans"]
-    facts = "--gpu custom --gpu_memory 79.1 --gpu_tflops 989 --intra_bw 450 --inter_bw 50 --gpus_per_node 8".split()
+    facts = [
+        "--gpu",
+        "custom",
+        "--gpu_memory",
+        "79.1",
+        "--gpu_tflops",
+        "989",
+        "--intra_bw",
+        "450",
+        "--inter_bw",
+        "50",
+        "--gpus_per_node",
+        "8",
+    ]
     assert json.loads(plan(capsys, *words, *facts))["plans"] == known
-    facts[facts.index("--inter_bw") + 1] = "5"
+    facts[facts.index("--gpu_tflops") + 1] = "100"
     slower = json.loads(plan(capsys, *words, *facts))["plans"]
-    assert slower[0]["step_seconds"]["middle"] > 1.2 * known[0]["step_seconds"]["middle"]
+    assert slower[0]["step_seconds"]["middle"] > 3 * known[0]["step_seconds"]["middle"]
     main(["plan", *words[:4], "--gpu", "custom", "--gpu_memory", "79.1"])
     assert "--gpu_tflops" in capsys.readouterr().err
 

@@ -55,11 +55,9 @@ def unpruned(look: Search, gpus: int) -> tuple[list[tuple[float, tuple[int, ...]
                 if limit <= usable:
                     step = estimate_step(look.shape, layout, settings, look.gpu, look.calibration)
                     kept[place] = min(step.seconds, kept.get(place, step.seconds))
-    table = [(seconds, place, False) for place, seconds in safe.items()]
-    table = sorted(table)[:10]
-    if len(table) < 10:
-        table += sorted((seconds, place, True) for place, seconds in fitting.items() if place not in safe)[: 10 - len(table)]
-    return table, number
+    table = sorted((seconds, place, False) for place, seconds in safe.items())
+    table += sorted((seconds, place, True) for place, seconds in fitting.items() if place not in safe)
+    return table[:10], number
 
 
 SMALL_SEARCHES = [
