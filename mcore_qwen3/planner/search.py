@@ -7,6 +7,7 @@ micro-batch and recompute. A knob that the user fixes keeps its value.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -102,23 +103,30 @@ class Search:
     def _fastest(self, starts: Sequence[tuple[float, Start]], number: int, *, at_the_edge: bool) -> list[Plan]:
         """The fastest plans of starts in the order of their bounds; ends where no bound can be beaten."""
         best: dict[tuple[int, ...], Plan] = {}
+        too_large: dict[tuple[int, ...], int] = {}  # micro-batch sizes that do not fit: larger ones need no less
         for bound, start in starts:
             seconds = sorted(plan.step.seconds for plan in best.values())
             if len(best) >= number and bound >= seconds[number - 1]:
                 break
+            place = sizes(start.layouts[0])
+            if start.micro_batch_size >= too_large.get(place, math.inf):
+                continue
             plan = self._first_that_fits(start, at_the_edge)
-            if plan is not None:
-                best[sizes(plan.layout)] = min(
-                    plan, best.get(sizes(plan.layout), plan), key=lambda one: one.step.seconds
-                )
+            if plan is None:
+                too_large[place] = start.micro_batch_size
+            else:
+                best[place] = min(plan, best.get(place, plan), key=lambda one: one.step.seconds)
         return sorted(best.values(), key=lambda plan: plan.step.seconds)[:number]
 
     def _first_that_fits(self, start: Start, at_the_edge: bool) -> Plan | None:
         """The fastest of a start's virtual stages and recompute choices that fits."""
-        choices, limit = list(self._choices(start)), self._most_bytes(at_the_edge)
-        if heaviest_account(self.shape, *choices[-1]).total > limit:
+        limit = self._most_bytes(at_the_edge)
+        # One row a recompute choice, the layout that needs least memory last: fewer virtual stages never need more.
+        rows = list(itertools.batched(self._choices(start), len(start.layouts)))
+        if heaviest_account(self.shape, *rows[-1][-1]).total > limit:
             return None
-        timed = [(self._seconds(*choice), *choice) for choice in choices]
+        rows = [row for row in rows if heaviest_account(self.shape, *row[-1]).total <= limit]
+        timed = [(self._seconds(*choice), *choice) for row in rows for choice in row]
         for step, layout, settings in sorted(timed, key=lambda choice: choice[0].seconds):
             if (account := heaviest_account(self.shape, layout, settings)).total <= limit:
                 return Plan(layout=layout, settings=settings, account=account, step=step)
