@@ -198,7 +198,8 @@ class Search:
     def _layouts(self, gpus: int) -> Iterator[tuple[ParallelLayout, ...]]:
         """Every legal TP, CP, PP, EP and expert-TP once, with each number of virtual stages, most first.
 
-        The rules of `resolve_layout` decide; sizes are powers of two, and divisors for PP.
+        The rules of `resolve_layout` decide. Sizes are divisors: TP of the key-value heads inside a node, PP of the GPUs, EP of
+        the experts; CP is a power of two; expert-TP is 1 or TP.
         """
         shape = self.shape
         tensors = self._sizes("tensor_model_parallel_size", self.gpu.gpus_per_node, shape.num_query_groups)
@@ -219,10 +220,12 @@ class Search:
                                 yield cuts[::-1]
 
     def _sizes(self, flag: str, limit: int, whole: int = 0) -> list[int]:
-        """The fixed size, or the powers of two up to a limit that divide `whole`."""
+        """The fixed size, or those up to a limit that divide `whole`; without `whole` the powers of two."""
         if flag in self.fixed:
             return [int(self.fixed[flag])]
-        return [2**power for power in range(limit.bit_length()) if whole % 2**power == 0]
+        if whole:
+            return [size for size in range(1, limit + 1) if whole % size == 0]
+        return [2**power for power in range(limit.bit_length())]
 
     def _pipelines(self, gpus: int) -> list[int]:
         if "pipeline_model_parallel_size" in self.fixed:
