@@ -177,13 +177,13 @@ def start_model(device_name: str) -> tuple[Any, Any]:
     groups.seed_everything(1)
     from mcore_qwen3.model.build import build_chunks
     from mcore_qwen3.model.config import ModelOptions
-    from mcore_qwen3.train.optimizer import AdamSettings, build_optimizer, wrap_for_data_parallel
+    from mcore_qwen3.train.optimizer import OptimizerSettings, build_optimizer, wrap_for_data_parallel
 
     models = build_chunks(shape, layout, ModelOptions(on_cuda=device.is_cuda))
     for parameter in models[0].parameters():
         torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.02)
     chunks = wrap_for_data_parallel(models)
-    return chunks, build_optimizer(chunks, AdamSettings())
+    return chunks, build_optimizer(chunks, OptimizerSettings())
 
 
 def make_batch(tokens: int) -> Any:
@@ -193,7 +193,8 @@ def make_batch(tokens: int) -> Any:
 
     ids = np.random.default_rng(0).integers(2, MODEL["vocab_size"], tokens).astype(np.int64)
     batch = build_micro_batch([[(ids, np.ones(tokens, dtype=np.uint8))]], tokens, 0, 1)
-    return StepBatch([batch], tokens, np.zeros((1, 1), dtype=np.int64), tokens, tokens - 1, tokens, tokens - 1)
+    rows = np.zeros((1, 1), dtype=np.int64)
+    return StepBatch([batch], tokens, rows, tokens, tokens - 1, tokens, tokens - 1, tokens**2, lambda row: [])
 
 
 def train_with_saver(chunks: Any, optimizer: Any, batch: Any, saver: Any, steps: int) -> tuple[float, float, float]:

@@ -6,11 +6,15 @@ in Megatron's order "tp-cp-ep-dp-pp": the first axis changes fastest, and both g
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mcore_qwen3.arch.layout_rules import Degrees, broken_rule, check_positive
+from mcore_qwen3.arch.layout_string import FLAG as LAYOUT_FLAG
+from mcore_qwen3.arch.layout_string import layout_stages
 from mcore_qwen3.arch.pipeline import stage_layers
 from mcore_qwen3.arch.shape import ModelShape
+from mcore_qwen3.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +37,7 @@ class ParallelLayout:
     `data` counts the ranks that see different rows; `expert_data` counts the copies of one expert. `stages` holds the
     number of layers of each [pipeline rank][model chunk]; every rank has `virtual_pipeline` chunks. `first_stage_layers`
     and `last_stage_layers` are the user's numbers for those ranks (all chunks together) or None; `account_for_embedding`
-    and `account_for_loss` count one layer each for them. `notes` says in plain sentences what was filled in or switched
+    and `account_for_loss` count one layer each for them; `pipeline_layout` is Megatron's string for all of it. `notes` says in plain sentences what was filled in or switched
     for the user.
     """
 
@@ -53,6 +57,7 @@ class ParallelLayout:
     last_stage_layers: int | None = None
     account_for_embedding: bool = False
     account_for_loss: bool = False
+    pipeline_layout: str | None = None
     notes: tuple[str, ...] = ()
 
     def grid_text(self) -> str:
@@ -118,6 +123,7 @@ def resolve_layout(
     last_stage_layers: int | None = None,
     account_for_embedding: bool = False,
     account_for_loss: bool = False,
+    pipeline_layout: str | None = None,
     shape: ModelShape,
 ) -> ParallelLayout:
     """The layout for a number of ranks, with what the user left open filled in.
@@ -136,30 +142,26 @@ def resolve_layout(
         last_stage_layers: the same for the last one.
         account_for_embedding: count the embedding as one layer of the first stage.
         account_for_loss: count the loss as one layer of the last stage.
+        pipeline_layout: Megatron's string for all chunks, instead of the four above and of virtual_pipeline.
         shape: the model.
 
     Raises:
         ConfigError: a rule is broken; the message has the grid and the nearest values that obey every rule.
     """
+    given: tuple[tuple[int, ...], ...] = ()
+    if pipeline_layout is not None:
+        given = _given_stages(pipeline_layout, pipeline, virtual_pipeline, shape)
+        virtual_pipeline = len(given[0])
     degrees = Degrees(
         world_size=world_size, tensor=tensor, pipeline=pipeline, context=context, expert=expert,
         expert_tensor=1 if expert_tensor is None else expert_tensor, virtual_pipeline=virtual_pipeline,
         first_stage_layers=first_stage_layers, last_stage_layers=last_stage_layers,
-        account_for_embedding=account_for_embedding, account_for_loss=account_for_loss,
+        account_for_embedding=account_for_embedding, account_for_loss=account_for_loss, given_stages=given,
     )  # fmt: skip
     check_positive(degrees)
     broken = broken_rule(degrees, shape)
     if broken is not None:
         raise broken
-    notes = []
-    if shape.is_moe and expert_tensor is None:
-        notes.append("expert_tensor_parallel_size is not set: 1 is taken")
-    if shape.is_moe and tensor > 1 and not sequence_parallel:
-        notes.append("sequence_parallel is switched on: a MoE model with TP above 1 cannot be trained without it")
-    if sequence_parallel and tensor == 1:
-        notes.append("sequence_parallel is switched off: it has no meaning at TP 1")
-    if pipeline == 1 and (account_for_embedding or account_for_loss):
-        notes.append("account_for_embedding and account_for_loss have no effect at PP 1: one stage holds all layers")
     return ParallelLayout(
         world_size=world_size,
         tensor=tensor,
@@ -177,5 +179,32 @@ def resolve_layout(
         last_stage_layers=last_stage_layers,
         account_for_embedding=account_for_embedding,
         account_for_loss=account_for_loss,
-        notes=tuple(notes),
+        pipeline_layout=pipeline_layout,
+        notes=tuple(_notes(degrees, shape, sequence_parallel, expert_tensor_is_open=expert_tensor is None)),
     )
+
+
+def _given_stages(text: str, pipeline: int, virtual: int, shape: ModelShape) -> tuple[tuple[int, ...], ...]:
+    """Layers of each [stage][chunk] by a layout string, for virtual stages that are left open (1) or the same."""
+    given = layout_stages(text, pipeline, shape.num_layers)
+    if virtual not in (1, len(given[0])):
+        raise ConfigError(
+            "a pipeline layout and the virtual stages must agree",
+            seen=f"{LAYOUT_FLAG} {text}: {len(given[0])} chunks a stage, {virtual} virtual stages",
+            fix="drop --virtual_pipeline_model_parallel_size",
+        )
+    return given
+
+
+def _notes(
+    degrees: Degrees, shape: ModelShape, sequence_parallel: bool, *, expert_tensor_is_open: bool
+) -> Iterator[str]:
+    """What was filled in or switched for the user."""
+    if shape.is_moe and expert_tensor_is_open:
+        yield "expert_tensor_parallel_size is not set: 1 is taken"
+    if shape.is_moe and degrees.tensor > 1 and not sequence_parallel:
+        yield "sequence_parallel is switched on: a MoE model with TP above 1 cannot be trained without it"
+    if sequence_parallel and degrees.tensor == 1:
+        yield "sequence_parallel is switched off: it has no meaning at TP 1"
+    if degrees.pipeline == 1 and (degrees.account_for_embedding or degrees.account_for_loss):
+        yield "account_for_embedding and account_for_loss have no effect at PP 1: one stage holds all layers"

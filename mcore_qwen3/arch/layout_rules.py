@@ -42,6 +42,7 @@ class Degrees:
     last_stage_layers: int | None = None
     account_for_embedding: bool = False
     account_for_loss: bool = False
+    given_stages: tuple[tuple[int, ...], ...] = ()  # by a layout string
 
     @property
     def split(self) -> PipelineSplit:
@@ -53,6 +54,7 @@ class Degrees:
             last=self.last_stage_layers,
             embedding=self.account_for_embedding,
             loss=self.account_for_loss,
+            given=self.given_stages,
         )
 
     def with_split(self, split: PipelineSplit) -> Degrees:
@@ -65,6 +67,7 @@ class Degrees:
             last_stage_layers=split.last,
             account_for_embedding=split.embedding,
             account_for_loss=split.loss,
+            given_stages=split.given,
         )
 
     @property
@@ -136,7 +139,7 @@ def check_positive(degrees: Degrees) -> None:
     """Raises ConfigError where a size is below 1."""
     for field in fields(degrees):
         value = getattr(degrees, field.name)
-        if value is not None and not isinstance(value, bool) and value < 1:
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
             raise ConfigError("a parallel size must be at least 1", seen=value, fix=f"{_KNOBS[field.name]} 1 or more")
 
 

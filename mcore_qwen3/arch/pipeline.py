@@ -27,6 +27,7 @@ class PipelineSplit:
         virtual: model chunks of each stage; 1 is the plain schedule.
         first, last: layers of the first and last stage, all chunks together; None: like the others.
         embedding, loss: whether the embedding and the loss count as one layer each.
+        given: layers of each [stage][chunk], by a layout string, which has been checked; empty: not given.
     """
 
     pipeline: int
@@ -35,6 +36,7 @@ class PipelineSplit:
     last: int | None = None
     embedding: bool = False
     loss: bool = False
+    given: tuple[tuple[int, ...], ...] = ()
 
     @property
     def has_own_ends(self) -> bool:
@@ -53,6 +55,8 @@ class PipelineSplit:
 
 def stage_layers(num_layers: int, split: PipelineSplit) -> tuple[tuple[int, ...], ...]:
     """Number of layers of each [stage][chunk]; their sum is num_layers. The rules of `split_rules` must hold."""
+    if split.given:
+        return split.given
     middle = split.middle_layers(num_layers) // split.middle_stages if split.middle_stages else 0
     stages = [[middle // split.virtual] * split.virtual for _ in range(split.pipeline)]
     for stage, own in ((0, split.first), (-1, split.last)):
@@ -66,6 +70,13 @@ def stage_layers(num_layers: int, split: PipelineSplit) -> tuple[tuple[int, ...]
 def split_rules(num_layers: int, split: PipelineSplit) -> Iterator[Rule]:
     """Every rule of the cut. A rule that cannot be judged while an earlier one is broken is left out."""
     counted = split.embedding or split.loss
+    if split.given:
+        yield Rule(
+            text="a pipeline layout says all about the cut: no other flag does",
+            seen=_seen(num_layers, split),
+            holds=not counted and not split.has_own_ends,
+        )
+        return
     yield Rule(
         text="virtual pipeline stages need PP above 1",
         seen=f"PP {split.pipeline}, {split.virtual} virtual stages",

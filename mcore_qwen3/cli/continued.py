@@ -14,6 +14,11 @@ from mcore_qwen3.errors import ConfigError
 
 # Megatron's scheduler keeps these in its checkpoints.
 SCHEDULE = ("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction", "weight_decay")
+# Likewise; a checkpoint that does not have them was written when there was nothing but their defaults.
+_LATER = (
+    *("lr_warmup_init", "lr_wsd_decay_iters", "lr_wsd_decay_style"),
+    *("start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
+)
 _TOLD = (
     *(field.name for field in dataclasses.fields(OptimFlags)),
     *("global_batch_size", "seed", "dataset", "max_length", "packing", "moe_aux_loss_coeff"),
@@ -80,7 +85,24 @@ def with_saved_schedule(config: RunConfig, iteration: Path) -> RunConfig:
             seen=f"no {', '.join(missing)} in {iteration / 'run_config.yaml'}",
             fix="give the schedule with this run's flags",
         )
-    return with_values(config, {name: saved[name] for name in SCHEDULE})
+    defaults = to_flat_dict(RunConfig())
+    later = {name: saved.get(name, defaults[name]) for name in _LATER}
+    return with_values(config, later | {name: saved[name] for name in SCHEDULE})
+
+
+def check_same_optimizer(config: RunConfig, iteration: Path) -> None:
+    """Refuse to continue another optimizer's state.
+
+    Raises:
+        ConfigError: the checkpoint was written by another optimizer, and its state is to be read.
+    """
+    saved = _saved_settings(iteration).get("optimizer", "adam")
+    if saved != config.optim.optimizer and not config.checkpoint.no_load_optim:
+        raise ConfigError(
+            "a run is continued with the optimizer that it began with",
+            seen=f"{saved} in {iteration}, --optimizer {config.optim.optimizer} here",
+            fix=f"--optimizer {saved}, or --no_load_optim true to start the new one afresh",
+        )
 
 
 def changed_settings(config: RunConfig, iteration: Path) -> list[str]:

@@ -14,8 +14,9 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import ChainedOptimizer
 
 from mcore_qwen3.cli.estimate import run_settings
-from mcore_qwen3.cli.resolve import ResolvedRun
-from mcore_qwen3.config import to_yaml
+from mcore_qwen3.cli.rank_settings import data_parallel_settings, freezing, model_options, optimizer_settings
+from mcore_qwen3.cli.resolve import ResolvedRun, train_iters
+from mcore_qwen3.config import freezes, to_flat_dict, to_yaml
 from mcore_qwen3.converters import (
     OptimizerSource,
     TorchDistSource,
@@ -30,26 +31,24 @@ from mcore_qwen3.data.batches import StepBatch, eval_batches, largest_batch, tra
 from mcore_qwen3.data.prepare import Prepared
 from mcore_qwen3.data.template import load_tokenizer
 from mcore_qwen3.model.build import build_chunks
-from mcore_qwen3.model.config import ModelOptions
 from mcore_qwen3.model.provider import choose_modules
 from mcore_qwen3.model.weights import read_weights
+from mcore_qwen3.planner.device_peak import peak_tflops
 from mcore_qwen3.planner.memory import GIB, HIGH, LOW, heaviest_account
-from mcore_qwen3.runtime.device import Device
+from mcore_qwen3.runtime.device import Device, device_name
 from mcore_qwen3.train.checkpoint import CheckpointWriter, SavedTensor
 from mcore_qwen3.train.dry_batch import dry_microbatches, run_dry_batch
 from mcore_qwen3.train.finite import check_weights
+from mcore_qwen3.train.freezing import freeze
 from mcore_qwen3.train.log import TrainLog
 from mcore_qwen3.train.loop import largest_memory
-from mcore_qwen3.train.optimizer import (
-    AdamSettings,
-    Chunks,
-    build_optimizer,
-    count_parameters,
-    wrap_for_data_parallel,
-)
+from mcore_qwen3.train.optimizer import Chunks, build_optimizer, count_parameters, wrap_for_data_parallel
 from mcore_qwen3.train.optimizer_state import read_state
+from mcore_qwen3.train.profile import StepProfiler
+from mcore_qwen3.train.record import RunFacts
 from mcore_qwen3.train.saving import CheckpointSaver
 from mcore_qwen3.train.state import TrainState
+from mcore_qwen3.train.trackers import Tracker, TrackerSettings, open_tracker
 
 Say = Callable[[str], None]
 _Part = tuple[list[Chunk], list[Written]]
@@ -70,20 +69,12 @@ def build(run: ResolvedRun, device: Device, say: Say) -> tuple[Chunks, ChainedOp
             read_weights(model, source)
         _check_all_used(source)
     check_weights(models, "take a checkpoint whose weights are numbers: another --load or --resume")
+    if freezes(run.config.optim):
+        freeze(models, freezing(run.config))
     trained, total = count_parameters(models)
     say(f"weights: {run.weights}; {trained:,} of {total:,} parameters are trained")
-    chunks = wrap_for_data_parallel(models)
-    adam = run.config.optim
-    optimizer = build_optimizer(
-        chunks,
-        AdamSettings(
-            weight_decay=adam.weight_decay,
-            adam_beta1=adam.adam_beta1,
-            adam_beta2=adam.adam_beta2,
-            adam_eps=adam.adam_eps,
-            clip_grad=adam.clip_grad,
-        ),
-    )
+    chunks = wrap_for_data_parallel(models, data_parallel_settings(run.config))
+    optimizer = build_optimizer(chunks, optimizer_settings(run.config))
     if run.resume is None:
         return chunks, optimizer, TrainState()
     state = TrainState.read(run.resume.directory)
@@ -96,35 +87,6 @@ def build(run: ResolvedRun, device: Device, say: Say) -> tuple[Chunks, ChainedOp
         read_state(models, optimizer, moments, step=state.optimizer_steps, with_master=options.bf16)
     say(f"continuing after step {state.iteration} with the optimizer's state")
     return chunks, optimizer, state
-
-
-def model_options(run: ResolvedRun, device: Device, say: Say) -> ModelOptions:
-    """The run's choices about the model, as the model package takes them."""
-    flags = run.config.model
-    modules, reason = choose_modules(flags.transformer_impl, device.is_cuda)
-    say(f"modules: {modules} ({reason}); {'bf16' if flags.bf16 else 'fp32'}")
-    if device.is_cuda and modules == "torch" and flags.attention_backend in ("fused", "unfused"):
-        say(f"--attention_backend {flags.attention_backend} has no effect: the torch modules have one attention")
-    return ModelOptions(
-        modules=modules,
-        on_cuda=device.is_cuda,
-        bf16=bool(flags.bf16),
-        attention_backend=flags.attention_backend,
-        moe_grouped_gemm=flags.moe_grouped_gemm,
-        moe_aux_loss_coeff=flags.moe_aux_loss_coeff,
-        moe_router_load_balancing_type=flags.moe_router_load_balancing_type,
-        moe_z_loss_coeff=flags.moe_z_loss_coeff,
-        moe_router_dtype=flags.moe_router_dtype,
-        moe_expert_capacity_factor=flags.moe_expert_capacity_factor,
-        moe_pad_expert_input_to_capacity=flags.moe_pad_expert_input_to_capacity,
-        moe_token_drop_policy=flags.moe_token_drop_policy,
-        moe_token_dispatcher_type=flags.moe_token_dispatcher_type,
-        cross_entropy_loss_fusion=flags.cross_entropy_loss_fusion,
-        recompute_granularity=flags.recompute_granularity,
-        recompute_modules=flags.recompute_modules,
-        recompute_method=flags.recompute_method,
-        recompute_num_layers=flags.recompute_num_layers,
-    )
 
 
 def _check_all_used(source: WeightSource) -> None:
@@ -148,7 +110,52 @@ def training_batches(run: ResolvedRun, prepared: Prepared, consumed_samples: int
         consumed_samples=consumed_samples,
         seed=run.config.train.seed,
         num_workers=run.config.data.num_workers,
+        datasets=run.config.data.dataset if run.config.tracking.log_loss_per_dataset else (),
     )
+
+
+def run_facts(run: ResolvedRun, prepared: Prepared, device: Device) -> RunFacts:
+    """What the log needs to put a step's numbers in proportion."""
+    peak, why = None, "the device is a CPU"
+    if device.is_cuda:
+        name = device_name(device)
+        peak, why = peak_tflops(name), f"the planner's table has no bf16 peak of {name}"
+        if not run.config.model.bf16:
+            peak, why = None, "peaks are of bf16, the run is fp32"
+    return RunFacts(
+        shape=run.shape,
+        train_iters=train_iters(run.config),
+        epoch_rows=prepared.train.rows,
+        world_size=run.layout.world_size,
+        peak_tflops=peak,
+        no_peak_because="" if peak else why,
+    )
+
+
+def open_trackers(run: ResolvedRun, start_iteration: int) -> list[Tracker]:
+    """What `--report_to` names, open; rank 0 alone calls this."""
+    flags = run.config.tracking
+    settings = TrackerSettings(
+        save=save_root(run),
+        config=to_flat_dict(run.config),
+        start_iteration=start_iteration,
+        tensorboard_dir=flags.tensorboard_dir,
+        wandb_project=flags.wandb_project,
+        wandb_exp_name=flags.wandb_exp_name,
+        swanlab_project=flags.swanlab_project,
+        swanlab_exp_name=flags.swanlab_exp_name,
+    )
+    return [open_tracker(name, settings) for name in dict.fromkeys(flags.report_to)]
+
+
+def profiler(run: ResolvedRun, device: Device) -> StepProfiler | None:
+    """What traces steps of this rank, None where it is asked for none."""
+    flags, rank = run.config.tracking, dist.get_rank()
+    if flags.profile_step_start is None or rank not in flags.profile_ranks:
+        return None
+    last = flags.profile_step_end or flags.profile_step_start
+    path = save_root(run) / "profile" / f"rank_{rank}.json.gz"
+    return StepProfiler(path, device, flags.profile_step_start, last, lambda text: print(text, flush=True))
 
 
 def dry_batch(

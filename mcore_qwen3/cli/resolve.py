@@ -21,10 +21,12 @@ from mcore_qwen3.arch import (
     resolve_batch,
     resolve_layout,
 )
-from mcore_qwen3.cli.continued import changed_settings, check_same_model, with_saved_schedule
+from mcore_qwen3.cli.continued import changed_settings, check_same_model, check_same_optimizer, with_saved_schedule
 from mcore_qwen3.cli.hub_model import NamedModel, find_model
 from mcore_qwen3.cli.moe_checks import check_moe
+from mcore_qwen3.cli.numerics_checks import check_numerics_device
 from mcore_qwen3.cli.resume import ResumePoint, check_optimizer_state, find_resume_point
+from mcore_qwen3.cli.tracking_checks import check_trackers
 from mcore_qwen3.config import Facts, ParsedRun, RunConfig, check_schedule, flags_without_effect, with_values
 from mcore_qwen3.errors import ConfigError
 from mcore_qwen3.launch import count_gpus
@@ -141,6 +143,8 @@ def resolve(parsed: ParsedRun, world_size: int, environ: Mapping[str, str] = os.
     device = resolve_device(config, environ)
     _check_transformer_impl(config, device)
     check_moe(config, shape, layout, device)
+    check_trackers(config, world_size)
+    check_numerics_device(config, layout, device)
     filled, notes = _fill(parsed, shape, layout, device, environ)
     resume = find_resume_point(filled, environ)
     if resume is not None:
@@ -175,6 +179,7 @@ def resolve(parsed: ParsedRun, world_size: int, environ: Mapping[str, str] = os.
         ),
     )
     if resume is not None and not run.finished:
+        check_same_optimizer(filled, resume.directory)
         check_optimizer_state(filled, resume)
     return run
 
@@ -195,6 +200,7 @@ def layout_of(config: RunConfig, world_size: int, shape: ModelShape) -> Parallel
         last_stage_layers=parallel.decoder_last_pipeline_num_layers,
         account_for_embedding=parallel.account_for_embedding_in_pipeline_split,
         account_for_loss=parallel.account_for_loss_in_pipeline_split,
+        pipeline_layout=parallel.pipeline_model_parallel_layout,
         shape=shape,
     )
 

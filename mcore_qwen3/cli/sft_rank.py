@@ -10,7 +10,7 @@ from mcore_qwen3.cli.prepare import check_same_data, prepare_data
 from mcore_qwen3.cli.resolve import ResolvedRun, resolve, train_iters, with_steps, with_weights
 from mcore_qwen3.cli.resume import check_same_point
 from mcore_qwen3.cli.shared_folder import check_shared_folder
-from mcore_qwen3.config import ParsedRun, RunConfig, decay_iters, greater_is_better, warmup_iters
+from mcore_qwen3.config import ParsedRun, RunConfig, greater_is_better
 from mcore_qwen3.data.prepare import Prepared
 from mcore_qwen3.errors import ConfigError
 from mcore_qwen3.launch import SUPERVISED, Heartbeat, on_stop_request, rank_main, restarted, started_at
@@ -62,9 +62,9 @@ def _run(parsed: ParsedRun) -> int:
 def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> int:
     """Build everything, train, and return the exit code. Megatron is imported here, after its stand-ins."""
     from mcore_qwen3.cli import rank_parts as parts
+    from mcore_qwen3.cli.rank_settings import schedules
     from mcore_qwen3.train.log import TrainLog
     from mcore_qwen3.train.loop import Parts, Plan, StopRequest, train
-    from mcore_qwen3.train.schedule import LearningRate
 
     config = run.config
     stop = StopRequest(_time_limit(config))
@@ -75,14 +75,18 @@ def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> in
     row_length = parts.dry_batch(run, prepared, device, chunks, optimizer, say)
     save = parts.save_root(run)
     total = train_iters(config)
+    first = os.environ["RANK"] == "0"
+    facts = parts.run_facts(run, prepared, device)
     log = TrainLog(
         save,
-        total,
+        facts,
         config.train.log_interval,
-        active=os.environ["RANK"] == "0",
+        active=first,
         start_iteration=state.iteration,
-        world_size=run.layout.world_size,
+        trackers=parts.open_trackers(run, state.iteration) if first else (),
     )
+    if facts.peak_tflops is None:
+        say(f"MFU is not counted: {facts.no_peak_because}")
     if (restart := restarted(os.environ)) is not None:
         log.restart(state.iteration, restart.number, restart.reason)
     plan = Plan(
@@ -96,13 +100,7 @@ def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> in
         metric_for_best_model=config.checkpoint.metric_for_best_model or "",
         greater_is_better=greater_is_better(config),
     )
-    schedule = LearningRate(
-        lr=config.optim.lr,
-        min_lr=config.optim.min_lr,
-        style=config.optim.lr_decay_style,
-        warmup_iters=warmup_iters(config),
-        decay_iters=decay_iters(config),
-    )
+    rate, weight_decay = schedules(config)
     evaluation = parts.evaluation(run, prepared)
     state = train(
         plan,
@@ -110,12 +108,14 @@ def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> in
             device=device,
             chunks=chunks,
             optimizer=optimizer,
-            schedule=schedule,
+            schedule=rate,
+            weight_decay=weight_decay,
             batches=heartbeat.around("step", parts.training_batches(run, prepared, state.consumed_samples)),
             evaluation=evaluation and (lambda: heartbeat.around("evaluation", evaluation())),
             enter=heartbeat.enter,
             saver=parts.checkpoint_saver(run, log.say),
             log=log,
+            profiler=parts.profiler(run, device),
         ),
         state,
         stop,

@@ -7,6 +7,8 @@ from mcore_qwen3.config.data import DataFlags, renamed_columns
 from mcore_qwen3.config.effects import Facts, flags_without_effect
 from mcore_qwen3.config.flags import Flag
 from mcore_qwen3.config.inspect import InspectConfig
+from mcore_qwen3.config.numerics import needs_transformer_engine
+from mcore_qwen3.config.optim import freezes, learning_rate_factors
 from mcore_qwen3.config.parser import Command, Parsed, parse_command
 from mcore_qwen3.config.plan import PlanConfig
 from mcore_qwen3.config.run import RunConfig, iter_flags, to_flat_dict, to_yaml, with_values
@@ -33,8 +35,11 @@ __all__ = [
     "check_schedule",
     "decay_iters",
     "flags_without_effect",
+    "freezes",
     "greater_is_better",
     "iter_flags",
+    "learning_rate_factors",
+    "needs_transformer_engine",
     "parse_args",
     "parse_command",
     "renamed_columns",

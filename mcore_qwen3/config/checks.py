@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from mcore_qwen3.config.data import check_data
+from mcore_qwen3.config.numerics import check_numerics
+from mcore_qwen3.config.optim import check_optim
 from mcore_qwen3.config.run import RunConfig
+from mcore_qwen3.config.tracking import check_tracking
 from mcore_qwen3.errors import ConfigError
 
 _REQUIRED = {"load": "a checkpoint", "dataset": "at least one file of training rows"}
@@ -21,6 +24,8 @@ def check(config: RunConfig, command: str) -> None:
     _check_capacity(config)
     _check_best(config)
     _check_restarts(config)
+    check_tracking(config.tracking)
+    check_numerics(config.numerics, config.optim)
     if config.model.recompute_granularity == "selective" and not config.model.recompute_modules:
         raise ConfigError("selective recompute needs a module", seen="recompute_modules is empty", fix="name core_attn")
 
@@ -73,8 +78,7 @@ def _check_length(config: RunConfig, command: str) -> None:
 def check_schedule(config: RunConfig) -> None:
     """Raise ConfigError for a schedule that cannot be; where epochs give the steps, once more when they are known."""
     optim = config.optim
-    if optim.lr < optim.min_lr:
-        raise ConfigError("lr must not be below min_lr", seen=f"--lr {optim.lr} --min_lr {optim.min_lr}")
+    check_optim(optim)
     if optim.lr_warmup_fraction is not None and optim.lr_warmup_iters:
         raise ConfigError(
             "the warm-up is given either in steps or as a fraction",
@@ -91,6 +95,12 @@ def check_schedule(config: RunConfig) -> None:
             "the warm-up must be shorter than the decay",
             seen=f"--lr_warmup_iters {warmup}, {source} {decay}",
             fix=f"--lr_warmup_iters {decay - 1} or less, or a larger --{source}",
+        )
+    if optim.lr_decay_style == "WSD" and (optim.lr_wsd_decay_iters or 0) > decay - warmup:
+        raise ConfigError(
+            "the fall at the end of WSD must be no longer than what the warm-up leaves",
+            seen=f"--lr_wsd_decay_iters {optim.lr_wsd_decay_iters}, {warmup} steps of warm-up, decay ends at {decay}",
+            fix=f"--lr_wsd_decay_iters {decay - warmup} or less",
         )
 
 

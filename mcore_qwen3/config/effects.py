@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mcore_qwen3.config.optim import freezes
 from mcore_qwen3.config.run import RunConfig
 
 # Flags of Megatron's that are taken so that its commands run, and that nothing here needs.
@@ -76,6 +77,8 @@ _TABLE = (
             "moe_pad_expert_input_to_capacity",
             "moe_token_drop_policy",
             "moe_token_dispatcher_type",
+            "moe_flex_dispatcher_backend",
+            "moe_permute_fusion",
             "expert_tensor_parallel_size",
         ),
         "the model is dense",
@@ -129,6 +132,48 @@ _TABLE = (
         ("min_lr",),
         "lr_decay_style is constant",
         lambda config, facts: config.optim.lr_decay_style == "constant" and config.optim.min_lr > 0,
+    ),
+    _Effect(
+        ("adam_beta1", "adam_beta2", "adam_eps"),
+        "optimizer is sgd",
+        lambda config, facts: config.optim.optimizer == "sgd",
+    ),
+    _Effect(("sgd_momentum",), "optimizer is adam", lambda config, facts: config.optim.optimizer == "adam"),
+    _Effect(
+        ("lr_warmup_init",),
+        "there is no warm-up",
+        lambda config, facts: not config.optim.lr_warmup_iters and not config.optim.lr_warmup_fraction,
+    ),
+    _Effect(
+        ("lr_wsd_decay_iters", "lr_wsd_decay_style"),
+        "lr_decay_style is not WSD",
+        lambda config, facts: config.optim.lr_decay_style != "WSD",
+    ),
+    _Effect(
+        ("weight_decay",),
+        "weight_decay_incr_style is not constant: start_weight_decay and end_weight_decay are used",
+        lambda config, facts: config.optim.weight_decay_incr_style != "constant",
+    ),
+    _Effect(
+        ("trainable_parameters", "trainable_parameters_regex"),
+        "nothing is frozen",
+        lambda config, facts: not freezes(config.optim),
+    ),
+    _Effect(
+        ("optimizer_offload_fraction",),
+        "optimizer_cpu_offload is false",
+        lambda config, facts: not config.numerics.optimizer_cpu_offload,
+    ),
+    _Effect(("fp8_recipe",), "fp8_format is unset", lambda config, facts: config.numerics.fp8_format is None),
+    _Effect(
+        ("cross_entropy_fusion_impl",),
+        "cross_entropy_loss_fusion is false",
+        lambda config, facts: not config.model.cross_entropy_loss_fusion,
+    ),
+    _Effect(
+        ("moe_flex_dispatcher_backend",),
+        "moe_token_dispatcher_type is not flex",
+        lambda config, facts: facts.is_moe and config.model.moe_token_dispatcher_type != "flex",
     ),
     _Effect(
         ("packing_strategy",),
@@ -185,6 +230,26 @@ _TABLE = (
         ("cross_entropy_loss_fusion",),
         "megatron's fused form rounds gradients to bf16, so an fp32 run uses the plain one",
         lambda config, facts: config.model.cross_entropy_loss_fusion and not _is_bf16(config, facts),
+    ),
+    _Effect(
+        ("tensorboard_dir",),
+        "report_to does not name tensorboard",
+        lambda config, facts: "tensorboard" not in config.tracking.report_to,
+    ),
+    _Effect(
+        ("wandb_project", "wandb_exp_name"),
+        "report_to does not name wandb",
+        lambda config, facts: "wandb" not in config.tracking.report_to,
+    ),
+    _Effect(
+        ("swanlab_project", "swanlab_exp_name"),
+        "report_to does not name swanlab",
+        lambda config, facts: "swanlab" not in config.tracking.report_to,
+    ),
+    _Effect(
+        ("profile_ranks",),
+        "profile_step_start is unset",
+        lambda config, facts: config.tracking.profile_step_start is None,
     ),
     _Effect(
         ("finetune",),

@@ -35,7 +35,7 @@ def flag(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flag:
-    """One flag as declared. ``type`` is int, float, bool, str, list (of str), or floats; ``optional`` allows None."""
+    """One flag as declared. ``type`` is int, float, bool, str, list (of str), ints, or floats; ``optional`` allows None."""
 
     name: str
     section: str
@@ -60,6 +60,7 @@ class Flag:
             "bool": "true or false",
             "str": "a text",
             "list": "one or more texts, separated by spaces",
+            "ints": "one or more whole numbers, separated by spaces",
             "floats": "one or more finite numbers, separated by spaces",
         }[self.type]
         limits = [
@@ -92,6 +93,8 @@ def _kind(hint: Any) -> tuple[str, bool]:
         return _KINDS[hint], False
     if hint == tuple[str, ...]:
         return "list", False
+    if hint == tuple[int, ...]:
+        return "ints", False
     if hint == tuple[float, ...]:
         return "floats", False
     if isinstance(hint, types.UnionType):

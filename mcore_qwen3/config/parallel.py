@@ -23,6 +23,11 @@ class ParallelFlags:
     decoder_last_pipeline_num_layers: int | None = flag(
         None, "layers of the last stage; unset: as many as the others", at_least=1
     )
+    pipeline_model_parallel_layout: str | None = flag(
+        None,
+        "layers of every model chunk, as Megatron writes them, instead of the flags above and below: 'Et*3|t*5L' is an "
+        "embedding and 3 layers, then 5 layers and the output",
+    )
     account_for_embedding_in_pipeline_split: bool = flag(
         False, "count the embedding as one layer when the layers are shared out"
     )

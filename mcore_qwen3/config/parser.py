@@ -16,8 +16,8 @@ from mcore_qwen3.config.values import convert
 from mcore_qwen3.config.yaml_file import read_flat_yaml
 from mcore_qwen3.errors import ConfigError
 
-_METAVARS = {"int": "N", "float": "X", "bool": "true|false", "str": "TEXT", "list": "TEXT", "floats": "X"}
-_NARGS = {"bool": "?", "list": "+", "floats": "+"}
+_METAVARS = {"int": "N", "float": "X", "bool": "true|false", "str": "TEXT", "list": "TEXT", "ints": "N", "floats": "X"}
+_NARGS = {"bool": "?", "list": "+", "ints": "+", "floats": "+"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,7 +206,7 @@ def _typed(settings: Iterable[_Setting], command: Command[Any]) -> dict[str, Any
         field, value = _field_and_value(setting, flags, command.aliases)
         earlier = found.setdefault(field, (value, setting))
         if earlier[0] != value:
-            fix = f"write --{field} a b" if flags[field].type == "list" else "keep one of them"
+            fix = f"write --{field} a b" if flags[field].type in ("list", "ints") else "keep one of them"
             seen = " and ".join(f"{s.where} {_words(s.raw)}" for s in (earlier[1], setting))
             raise ConfigError(f"{field} is given twice with different values", seen=seen, fix=fix)
     return {field: value for field, (value, _) in found.items()}

@@ -73,6 +73,12 @@ def check_plan(config: PlanConfig) -> None:
     if config.model.bf16 is False or config.launch.device == "cpu":
         seen = "--bf16 false" if config.model.bf16 is False else "--device cpu"
         raise ConfigError("plans are for bf16 on GPUs", seen=seen, fix="drop it; --dry_run true counts any run's state")
+    if config.parallel.pipeline_model_parallel_layout:
+        raise ConfigError(
+            "megatron plan looks for cuts by the other flags",
+            seen=f"--pipeline_model_parallel_layout {config.parallel.pipeline_model_parallel_layout}",
+            fix="drop it; --dry_run true counts the state of a run with it",
+        )
     if config.assumptions.train_type == "lora" and question.output:
         raise ConfigError(
             "a plan for adapters gives no file: training them is not there yet",

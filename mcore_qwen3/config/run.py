@@ -16,8 +16,10 @@ from mcore_qwen3.config.data import DataFlags
 from mcore_qwen3.config.flags import Flag, section_flags
 from mcore_qwen3.config.launch import LaunchFlags
 from mcore_qwen3.config.model import ModelFlags
+from mcore_qwen3.config.numerics import NumericsFlags
 from mcore_qwen3.config.optim import OptimFlags
 from mcore_qwen3.config.parallel import ParallelFlags
+from mcore_qwen3.config.tracking import TrackingFlags
 from mcore_qwen3.config.train import TrainFlags
 
 
@@ -30,6 +32,8 @@ class RunConfig:
     data: DataFlags = field(default_factory=DataFlags)
     train: TrainFlags = field(default_factory=TrainFlags)
     optim: OptimFlags = field(default_factory=OptimFlags)
+    numerics: NumericsFlags = field(default_factory=NumericsFlags)
+    tracking: TrackingFlags = field(default_factory=TrackingFlags)
     checkpoint: CheckpointFlags = field(default_factory=CheckpointFlags)
     launch: LaunchFlags = field(default_factory=LaunchFlags)
 

@@ -22,8 +22,8 @@ def convert(flag: Flag, raw: Any, where: str) -> Any:
         if isinstance(items, list) and all(_is_item(flag, item) for item in items):
             return tuple(items)
         raise _wrong(flag, raw, where)
-    if flag.type == "floats":
-        return _floats(flag, raw, where)
+    if flag.type in ("ints", "floats"):
+        return _numbers(flag, raw, where)
     value = _from_text(flag, raw, where) if isinstance(raw, str) else _from_yaml(flag, raw, where)
     if isinstance(value, int | float) and not isinstance(value, bool) and not _in_limits(flag, value):
         raise _wrong(flag, raw, where)
@@ -34,12 +34,13 @@ def _is_item(flag: Flag, item: object) -> bool:
     return isinstance(item, str) and item != "" and (not flag.choices or item in flag.choices)
 
 
-def _floats(flag: Flag, raw: Any, where: str) -> tuple[float, ...]:
+def _numbers(flag: Flag, raw: Any, where: str) -> tuple[int | float, ...]:
+    items = raw if isinstance(raw, list) else [raw]
     try:
-        numbers = tuple(float(item) for item in (raw if isinstance(raw, list) else [raw]))
+        numbers = tuple(int(str(item)) if flag.type == "ints" else float(item) for item in items)
     except (TypeError, ValueError):
         raise _wrong(flag, raw, where) from None
-    if not all(map(math.isfinite, numbers)):
+    if not all(_in_limits(flag, number) for number in numbers):
         raise _wrong(flag, raw, where)
     return numbers
 

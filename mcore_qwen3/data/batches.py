@@ -40,6 +40,8 @@ class StepBatch:
         rows: int64 [num_microbatches, B], the numbers of this rank's rows; EMPTY where a row only fills up.
         tokens, trained_tokens: this rank's tokens without padding, and trained targets.
         global_tokens, global_trained_tokens: the same over all ranks; every rank knows them without asking.
+        global_squared_lengths: sum of the squared lengths of all ranks' samples.
+        datasets: the run's data sets, which the micro-batches number; empty: not asked for.
         places: number of a row (not EMPTY) -> the file and line of each of its samples; slow, for errors.
     """
 
@@ -50,19 +52,29 @@ class StepBatch:
     trained_tokens: int
     global_tokens: int
     global_trained_tokens: int
+    global_squared_lengths: int
     places: Callable[[int], list[str]]
+    datasets: tuple[str, ...] = ()
 
 
 def train_batches(
-    prepared: Prepared, plan: BatchPlan, *, dp_rank: int, consumed_samples: int, seed: int, num_workers: int
+    prepared: Prepared,
+    plan: BatchPlan,
+    *,
+    dp_rank: int,
+    consumed_samples: int,
+    seed: int,
+    num_workers: int,
+    datasets: tuple[str, ...] = (),
 ) -> Generator[StepBatch]:
     """The steps of rank `dp_rank` from the `consumed_samples`-th row of the run on, without end.
 
-    `num_workers` threads build the next steps (0 = each is built when it is asked for). Close the generator to end
+    `datasets`: names of the data sets, in order, where their tokens are to be told apart. `num_workers` threads build the
+    next steps (0 = each is built when it is asked for). Close the generator to end
     them; a dropped one, and the end of the process, do so too.
     """
     reader = SplitReader(prepared.path, TRAIN)
-    steps = _Steps(prepared, reader, plan, dp_rank, _ShuffledOrder(len(reader), seed), consumed_samples)
+    steps = _Steps(prepared, reader, plan, dp_rank, _ShuffledOrder(len(reader), seed), consumed_samples, datasets)
     return _ahead(steps, itertools.count(), num_workers)
 
 
@@ -152,6 +164,7 @@ class _Steps:
     dp_rank: int
     order: _ShuffledOrder | _DataOrder | _Repeated
     start: int
+    datasets: tuple[str, ...] = ()
 
     def build(self, step: int) -> StepBatch:
         plan = self.plan
@@ -163,7 +176,13 @@ class _Steps:
         for rows in mine.tolist():
             samples = [[] if row == EMPTY else self.reader.samples(row) for row in rows]
             micro_batches.append(
-                build_micro_batch(samples, row_length, self.prepared.pad_token_id, self.prepared.sample_multiple)
+                build_micro_batch(
+                    samples,
+                    row_length,
+                    self.prepared.pad_token_id,
+                    self.prepared.sample_multiple,
+                    [self._datasets(row) for row in rows] if self.datasets else None,
+                )
             )
         return StepBatch(
             micro_batches,
@@ -173,8 +192,16 @@ class _Steps:
             trained_tokens=_total(self.reader.trained_tokens, mine),
             global_tokens=_total(self.reader.tokens, everyone),
             global_trained_tokens=_total(self.reader.trained_tokens, everyone),
+            global_squared_lengths=_total(self.reader.squared_lengths, everyone),
             places=self.reader.places,
+            datasets=self.datasets,
         )
+
+    def _datasets(self, row: int) -> list[int]:
+        """The number of the data set of each sample of a row."""
+        ends = np.cumsum(self.prepared.dataset_samples)
+        numbers: list[int] = np.searchsorted(ends, self.reader.numbers(row), side="right").tolist()
+        return numbers
 
     def _row_length(self, rows: np.ndarray) -> int:
         """R of a step: fixed with packing, else its longest row on any rank, rounded up. Every rank finds the same."""

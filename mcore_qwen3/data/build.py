@@ -86,6 +86,7 @@ def build(folder: Path, request: PrepareRequest, sources: dict[str, list[Source]
         "row_multiple": request.row_multiple,
         "sample_multiple": request.sample_multiple,
         "pad_token_id": pad_token_id,
+        "dataset_samples": [one.number for one in samples[TRAIN]],
         "largest_token_id": int(max(piece.max() for piece in ids if len(piece))),
         "table": [entry for of in samples.values() for one in of for entry in one.table],
         "report": [*report, RAW_TEXT_RULE if request.raw_text else request.rule.sentence()],

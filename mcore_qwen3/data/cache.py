@@ -28,7 +28,7 @@ from filelock import FileLock, Timeout
 
 from mcore_qwen3.errors import DataError
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MANIFEST = "manifest.json"
 PLACES = "places.txt"
 _LOGGER = logging.getLogger(__name__)

@@ -29,6 +29,7 @@ class MicroBatch:
         cu_seqlens: int32 [segments + 1], segment borders: first 0, last T, strictly increasing.
         padding_mask: bool [1, T], True = padding.
         max_seqlen: the length of the longest segment.
+        datasets: int64 [1, T], which of the run's data sets each token is of (0 at padding); None: not asked for.
     """
 
     tokens: torch.Tensor
@@ -38,10 +39,15 @@ class MicroBatch:
     cu_seqlens: torch.Tensor
     padding_mask: torch.Tensor
     max_seqlen: int
+    datasets: torch.Tensor | None = None
 
 
 def build_micro_batch(
-    rows: Sequence[Sequence[Sample]], row_length: int, pad_token_id: int, sample_multiple: int = 1
+    rows: Sequence[Sequence[Sample]],
+    row_length: int,
+    pad_token_id: int,
+    sample_multiple: int = 1,
+    datasets: Sequence[Sequence[int]] | None = None,
 ) -> MicroBatch:
     """Lay rows of samples end to end.
 
@@ -52,6 +58,7 @@ def build_micro_batch(
         rows: the samples of each row; a row without samples is all padding.
         row_length: R, a multiple of `sample_multiple`; no row has more tokens, padding of its samples included.
         sample_multiple: every segment's length is a multiple of it (context parallel cuts each into equal parts).
+        datasets: of each row, the number of each sample's data set, where that is asked for.
     """
     if row_length % sample_multiple:
         raise ValueError(f"a row of {row_length} tokens is not a multiple of {sample_multiple}")
@@ -60,17 +67,20 @@ def build_micro_batch(
     labels = np.zeros(total, dtype=np.int64)
     loss_mask = np.zeros(total, dtype=np.float32)
     padding_mask = np.ones(total, dtype=np.bool_)
+    of_dataset = None if datasets is None else np.zeros(total, dtype=np.int64)
     borders = [0]
     for number, samples in enumerate(rows):
         at = number * row_length
         row_end = at + row_length
-        for ids, mask in samples:
+        for place, (ids, mask) in enumerate(samples):
             end = at + len(ids)
             segment_end = at + -(-len(ids) // sample_multiple) * sample_multiple
             if segment_end > row_end:
                 raise ValueError(f"samples of more than {row_length} tokens in one row")
             tokens[at:end] = ids
             padding_mask[at:end] = False
+            if of_dataset is not None and datasets is not None:
+                of_dataset[at:end] = datasets[number][place]
             loss_mask[at : end - 1] = mask[1:]
             labels[at : end - 1] = np.where(mask[1:], ids[1:], 0)
             at = segment_end
@@ -86,4 +96,5 @@ def build_micro_batch(
         cu_seqlens=torch.from_numpy(cu_seqlens),
         padding_mask=torch.from_numpy(padding_mask)[None],
         max_seqlen=int(lengths.max()),
+        datasets=None if of_dataset is None else torch.from_numpy(of_dataset)[None],
     )

@@ -52,7 +52,9 @@ def load_prepared(folder: Path) -> Prepared:
         raise DataError("prepared data has a manifest and all its files", seen=folder, fix="prepare it again")
     facts = {key: value for key, value in manifest.items() if key != "files"}
     splits = {name: SplitInfo(**facts[name]) if facts[name] else None for name in (TRAIN, VALIDATION)}
-    return Prepared(**{**facts, **splits, "path": folder, "report": tuple(facts["report"])})
+    for name in ("report", "dataset_samples"):
+        facts[name] = tuple(facts.get(name, ()))
+    return Prepared(**{**facts, **splits, "path": folder})
 
 
 def _check(request: PrepareRequest) -> None:

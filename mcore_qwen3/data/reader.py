@@ -24,14 +24,19 @@ class SplitReader:
 
     def samples(self, row: int) -> list[Sample]:
         """The samples of a row, in order."""
-        numbers = self._samples[self._starts[row] : self._starts[row + 1]].tolist()
+        numbers = self.numbers(row).tolist()
         bounds = [(int(self._offsets[number]), int(self._offsets[number + 1])) for number in numbers]
         return [(self._ids[start:end], self._mask[start:end]) for start, end in bounds]
+
+    def numbers(self, row: int) -> np.ndarray:
+        """The numbers of a row's samples among all samples of the folder."""
+        numbers: np.ndarray = self._samples[self._starts[row] : self._starts[row + 1]]
+        return numbers
 
     def places(self, row: int) -> list[str]:
         """Where each sample of a row comes from, as `file:line`. Reads all places: it is for errors."""
         places = (self._folder / PLACES).read_text(encoding="utf-8").split("\n")
-        return [places[number] for number in self._samples[self._starts[row] : self._starts[row + 1]].tolist()]
+        return [places[number] for number in self.numbers(row).tolist()]
 
     @cached_property
     def tokens(self) -> np.ndarray:
@@ -42,6 +47,11 @@ class SplitReader:
     def trained_tokens(self) -> np.ndarray:
         """Trained targets of each row, int64 [rows]."""
         return self._row_sums(self._open("trained"))
+
+    @cached_property
+    def squared_lengths(self) -> np.ndarray:
+        """Sum of the squared lengths of each row's samples, int64 [rows]."""
+        return self._row_sums(np.diff(self._offsets) ** 2)
 
     def _row_sums(self, per_sample: np.ndarray) -> np.ndarray:
         return np.add.reduceat(per_sample[self._samples], self._starts[:-1], dtype=np.int64)

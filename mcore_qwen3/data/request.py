@@ -70,7 +70,8 @@ class Prepared:
 
     `report` is for people, one line each. `table` counts the rows of each file: name, form, rows, kept, cut, and the
     reasons for which others were dropped. `largest_token_id` has to be below the model's vocabulary size. `digest` is
-    the sum over the folder's files.
+    the sum over the folder's files. `dataset_samples`: samples of each entry of `dataset`, in order; samples are numbered
+    over all entries.
     """
 
     path: Path
@@ -85,6 +86,7 @@ class Prepared:
     table: list[dict[str, Any]]
     report: tuple[str, ...]
     digest: str
+    dataset_samples: tuple[int, ...] = ()
 
     @property
     def full_row_length(self) -> int:

@@ -29,6 +29,7 @@ class Qwen3Model(GPTModel):
 
     true_vocab_size: int
     moe_layers: int  # of the whole model
+    partly_frozen: bool = False  # some parameter of the whole model is not trained
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Cross entropy per token, [1, T] from logits [T, 1, vocabulary / TP]."""

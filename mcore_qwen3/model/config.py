@@ -35,7 +35,12 @@ class ModelOptions:
     moe_pad_expert_input_to_capacity: bool = False
     moe_token_drop_policy: str = "probs"
     moe_token_dispatcher_type: str = "alltoall"
+    moe_flex_dispatcher_backend: str = "deepep"
+    moe_permute_fusion: bool = False
     cross_entropy_loss_fusion: bool = True
+    cross_entropy_fusion_impl: str = "native"
+    fp8_format: str | None = None
+    fp8_recipe: str = "delayed"
     recompute_granularity: str = "none"
     recompute_modules: tuple[str, ...] = ("core_attn",)
     recompute_method: str | None = None
@@ -66,6 +71,8 @@ def _moe_settings(shape: ModelShape, options: ModelOptions) -> dict:
         "moe_pad_expert_input_to_capacity": options.moe_pad_expert_input_to_capacity,
         "moe_token_drop_policy": options.moe_token_drop_policy,
         "moe_token_dispatcher_type": options.moe_token_dispatcher_type,
+        "moe_flex_dispatcher_backend": options.moe_flex_dispatcher_backend,
+        "moe_permute_fusion": options.moe_permute_fusion,
         "moe_grouped_gemm": options.moe_grouped_gemm,
         # A list makes megatron save layer by layer, so only a mixed model gets one.
         "moe_layer_freq": [int(has_experts) for has_experts in shape.moe_layers] if shape.is_mixed else 1,
@@ -81,6 +88,24 @@ def _recompute_settings(shape: ModelShape, options: ModelOptions) -> dict:
         "recompute_modules": modules if options.recompute_granularity == "selective" else None,
         "recompute_method": options.recompute_method if full else None,
         "recompute_num_layers": options.recompute_num_layers if full else None,
+    }
+
+
+def _layout_settings(layout: ParallelLayout) -> dict:
+    """Sizes of the groups and the cut into stages."""
+    return {
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
+        "account_for_embedding_in_pipeline_split": layout.account_for_embedding,
+        "account_for_loss_in_pipeline_split": layout.account_for_loss,
+        "pipeline_model_parallel_layout": layout.pipeline_layout,
+        "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
+        "sequence_parallel": layout.sequence_parallel,
     }
 
 
@@ -107,17 +132,7 @@ def transformer_config(shape: ModelShape, layout: ParallelLayout, options: Model
         params_dtype=options.params_dtype,
         pipeline_dtype=options.params_dtype,
         bf16=options.bf16,
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
-        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
-        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
-        account_for_embedding_in_pipeline_split=layout.account_for_embedding,
-        account_for_loss_in_pipeline_split=layout.account_for_loss,
-        context_parallel_size=layout.context,
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor,
-        sequence_parallel=layout.sequence_parallel,
+        **_layout_settings(layout),
         calculate_per_token_loss=True,
         # An interleaved schedule on GPUs overlaps its sends, as Megatron wants it; gloo has no batched send and receive.
         overlap_p2p_comm=options.on_cuda and layout.virtual_pipeline > 1,
@@ -126,7 +141,9 @@ def transformer_config(shape: ModelShape, layout: ParallelLayout, options: Model
         **_recompute_settings(shape, options),
         # Megatron's fused form rounds the logits' gradient to bf16 whatever the run's dtype: not in an fp32 run.
         cross_entropy_loss_fusion=options.cross_entropy_loss_fusion and options.bf16,
-        cross_entropy_fusion_impl="native",
+        cross_entropy_fusion_impl=options.cross_entropy_fusion_impl,
+        fp8=options.fp8_format,
+        fp8_recipe=options.fp8_recipe,
         attention_backend=AttnBackend[options.attention_backend],
         attention_softmax_in_fp32=True,
         bias_activation_fusion=options.on_cuda,

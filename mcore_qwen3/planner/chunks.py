@@ -75,7 +75,8 @@ def one_stage(layout: ParallelLayout) -> ParallelLayout:
     whole = (sum(map(sum, layout.stages)),)
     return replace(
         layout, world_size=1, pipeline=1, data=1, expert=min(layout.expert, 2), expert_data=1, stages=(whole,), virtual_pipeline=1,
-        first_stage_layers=None, last_stage_layers=None, account_for_embedding=False, account_for_loss=False, notes=(),
+        first_stage_layers=None, last_stage_layers=None, account_for_embedding=False, account_for_loss=False, pipeline_layout=None,
+        notes=(),
     )  # fmt: skip
 
 

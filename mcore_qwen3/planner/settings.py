@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from mcore_qwen3.arch import ParallelLayout, row_multiple
 from mcore_qwen3.config import RunConfig
@@ -110,5 +111,27 @@ def settings_of(config: RunConfig, layout: ParallelLayout, *, modules: str, on_c
         moe_imbalance=load_calibration().natural_imbalance,
         moe_aux_loss_coeff=0.0 if model.moe_router_load_balancing_type == "none" else model.moe_aux_loss_coeff,
         moe_z_loss_coeff=model.moe_z_loss_coeff,
-        master_bytes=4 if model.bf16 else 0,
+        **optimizer_bytes(config),
     )
+
+
+_WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+
+
+def optimizer_bytes(config: RunConfig) -> dict[str, Any]:
+    """The settings that tell what the optimizer keeps, by its flags.
+
+    The precision-aware optimizer keeps 16 bits of a master weight: the half that the bf16 weight lacks (megatron-core 0.19.2,
+    `store_param_remainders`), or fp16. SGD has one buffer, none without momentum.
+    """
+    optim, numerics = config.optim, config.numerics
+    moments = _WIDTH[numerics.exp_avg_dtype] + _WIDTH[numerics.exp_avg_sq_dtype]
+    if optim.optimizer == "sgd":
+        moments = 4 if optim.sgd_momentum else 0
+    master = 2 if numerics.use_precision_aware_optimizer else 4
+    return {
+        "gradient_bytes": _WIDTH[numerics.main_grads_dtype],
+        "master_bytes": master if config.model.bf16 else 0,
+        "moment_bytes": moments,
+        "optimizer_offload_fraction": numerics.optimizer_offload_fraction if numerics.optimizer_cpu_offload else 0.0,
+    }

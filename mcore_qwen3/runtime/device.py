@@ -115,6 +115,11 @@ def memory_gib(device: Device) -> float:
     return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
 
 
+def device_name(device: Device) -> str:
+    """What the driver calls a GPU, such as "NVIDIA H100 80GB HBM3"."""
+    return torch.cuda.get_device_name(device.index)
+
+
 def synchronize(device: Device) -> None:
     """Wait for the device's queued work, so that a clock read means something."""
     if device.is_cuda:

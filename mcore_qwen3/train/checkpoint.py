@@ -15,6 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from mcore_qwen3.arch.shape import TRACKER, replaced_path
 from mcore_qwen3.errors import McoreQwen3Error
+from mcore_qwen3.model.build import Qwen3Model
 from mcore_qwen3.model.pieces import Block, Index, pieces
 from mcore_qwen3.train.optimizer_state import ensure_state, state_parts
 
@@ -88,16 +89,14 @@ def weights_held(models: Sequence[MegatronModule]) -> list[SavedTensor]:
     ]
 
 
-def state_held(
-    models: Sequence[MegatronModule], optimizer: ChainedOptimizer, *, with_master: bool
-) -> list[SavedTensor]:
+def state_held(models: Sequence[Qwen3Model], optimizer: ChainedOptimizer, *, with_master: bool) -> list[SavedTensor]:
     """The optimizer state that this rank writes; together the ranks write each value once."""
     ensure_state(optimizer)
     return [
         part
         for whole in state_parts(models, optimizer, with_master=with_master)
         if whole.is_first_copy
-        for part in _cut(whole.key, whole.global_shape, whole.block, whole.values)
+        for part in _cut(whole.place.key, whole.place.global_shape, whole.place.block, whole.values)
     ]
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +14,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from mcore_qwen3.train.record import RunFacts, StepFacts, step_record
+from mcore_qwen3.train.state import TrainState
 from mcore_qwen3.train.step import StepResult
+from mcore_qwen3.train.trackers import Tracker
 
 LOG_FILE = "train_log.jsonl"
 PLOT_FILE = "loss.png"
@@ -33,28 +35,29 @@ class TrainLog:
 
     Args:
         directory: the run's save directory.
-        train_iters: steps of the whole run.
+        run: what puts a step's numbers in proportion.
         log_interval: steps between two printed lines.
         active: True on rank 0.
         start_iteration: finished steps at the start; older records past it are overruled by a start mark.
-        world_size: ranks of the run.
+        trackers: who else is told.
     """
 
     def __init__(
         self,
         directory: Path,
-        train_iters: int,
+        run: RunFacts,
         log_interval: int,
         *,
         active: bool,
         start_iteration: int,
-        world_size: int,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         self.path = directory / LOG_FILE
-        self._train_iters, self._interval, self._active = train_iters, log_interval, active
+        self._run, self._interval, self._active = run, log_interval, active
         self._start, self._began = start_iteration, time.monotonic()
         self._other_time = 0.0
-        self._window: list[tuple[StepResult, float, int]] = []
+        self._window: list[tuple[StepResult, dict[str, Any]]] = []
+        self._trackers = list(trackers)
         self._bar: Progress | None = None
         if active:
             directory.mkdir(parents=True, exist_ok=True)
@@ -62,7 +65,8 @@ class TrainLog:
             self._file = self.path.open("a", encoding="utf-8")
             if cut:
                 self._file.write("\n")
-            self._write({"event": "start", "iteration": start_iteration, "world_size": world_size})
+            peak = {"peak_tflops": run.peak_tflops} if run.peak_tflops else {"no_mfu": run.no_peak_because}
+            self._write({"event": "start", "iteration": start_iteration, "world_size": run.world_size, **peak})
             if sys.stdout.isatty():
                 self._open_bar()
 
@@ -70,7 +74,7 @@ class TrainLog:
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20), TextColumn("{task.description}"))
         self._bar = Progress(*columns, console=Console(), transient=False)
         self._bar.start()
-        self._task = self._bar.add_task("", total=self._train_iters, completed=self._start)
+        self._task = self._bar.add_task("", total=self._run.train_iters, completed=self._start)
 
     def _write(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(record) + "\n")
@@ -89,81 +93,67 @@ class TrainLog:
         """Something about a step that a reader must know: a line on the screen, a record with its facts."""
         if self._active:
             self._write({"event": name, "iteration": iteration, **facts})
-            self.say(f"step {iteration}/{self._train_iters} | {text}")
+            self.say(f"step {iteration}/{self._run.train_iters} | {text}")
 
-    def step(
-        self, iteration: int, result: StepResult, *, lr: float, tokens: int, seconds: float, wait: float, memory: float
-    ) -> None:
-        """Record a finished step.
-
-        Args:
-            iteration: number of the step, from 1.
-            result: what it did.
-            lr: its learning rate.
-            tokens: tokens of the global batch without padding.
-            seconds: its duration, waiting for data included.
-            wait: seconds of it spent waiting for data.
-            memory: peak GiB, the largest rank's.
-        """
+    def step(self, state: TrainState, result: StepResult, step: StepFacts) -> None:
+        """Record a finished step: `state` is that after it."""
         if not self._active:
             return
-        self._window.append((result, seconds, tokens))
-        left = (self._train_iters - iteration) * self._mean_seconds(iteration)
-        record: dict[str, Any] = {
-            "iteration": iteration,
-            "grad_norm": result.grad_norm if math.isfinite(result.grad_norm or 0.0) else None,
-            "lr": lr,
-            "tokens": tokens,
-            "trained_tokens": result.trained_tokens,
-            "tokens_per_second": tokens / seconds,
-            "step_seconds": seconds,
-            "data_wait_seconds": wait,
-            "memory_gib": memory,
-            "seconds_left": left,
-        }
-        if result.skipped:  # it has no loss that anyone should draw
-            record["skipped"] = result.skipped
-        else:
-            record["loss"] = result.loss
-        record.update(result.router)
+        iteration = state.iteration
+        left = (self._run.train_iters - iteration) * self._mean_seconds(iteration)
+        record = step_record(self._run, state, result, step, left)
+        self._window.append((result, record))
         self._write(record)
-        if iteration % self._interval == 0 or iteration in (self._start + 1, self._train_iters):
-            self._show(iteration, lr, memory, left)
+        self._track("train", record)
+        if iteration % self._interval == 0 or iteration in (self._start + 1, self._run.train_iters):
+            self._show(record)
+
+    def _track(self, part: str, record: dict[str, Any]) -> None:
+        """Tell the trackers; one that fails is told nothing more, and the run goes on."""
+        for tracker in list(self._trackers):
+            try:
+                tracker.log(part, record)
+            except Exception as error:  # a tracker's server and files are its own
+                self._trackers.remove(tracker)
+                self.say(f"{tracker.name} gets nothing more: {type(error).__name__}: {error}")
 
     def _mean_seconds(self, iteration: int) -> float:
         """Seconds a step so far, without evaluation and saving."""
         return (time.monotonic() - self._began - self._other_time) / max(1, iteration - self._start)
 
-    def _show(self, iteration: int, lr: float, memory: float, left: float) -> None:
-        last = self._window[-1][0]
-        results = [result for result, _, _ in self._window if not result.skipped]
+    def _show(self, record: dict[str, Any]) -> None:
+        iteration, (last, _) = record["iteration"], self._window[-1]
+        results = [result for result, _ in self._window if not result.skipped]
         trained = sum(result.trained_tokens for result in results)
         total = sum(result.loss * result.trained_tokens for result in results)
-        seconds, tokens = sum(item[1] for item in self._window), sum(item[2] for item in self._window)
+        seconds, tokens = (sum(each[key] for _, each in self._window) for key in ("step_seconds", "tokens"))
         parts = [f"loss {total / trained:.4f}" if trained else "loss none"]
         for name, label, digits in _ROUTER_NUMBERS:
             if name in last.router:
                 parts.append(f"{label} {last.router[name]:.{digits}f}")
         norm = f"skipped: {last.skipped}" if last.skipped else f"{last.grad_norm:.3f}"
-        parts += [
-            f"grad norm {norm}",
-            f"lr {lr:.3e}",
-            f"{tokens / seconds:,.0f} tokens/s",
-            f"{memory:.2f} GiB",
-            f"{timedelta(seconds=round(left))} left",
-        ]
+        parts += [f"grad norm {norm}", f"lr {record['lr']:.3e}", f"{tokens / seconds:,.0f} tokens/s"]
+        if "mfu" in record:
+            flops, used = (
+                sum(each[key] * each["step_seconds"] for _, each in self._window) / seconds
+                for key in ("tflops_per_device", "mfu")
+            )
+            parts.append(f"{flops:,.1f} TFLOP/s a device, MFU {100 * used:.1f} %")
+        parts += [f"{record['memory_gib']:.2f} GiB", f"{timedelta(seconds=round(record['seconds_left']))} left"]
         text = " | ".join(parts)
         self._window = []
         if self._bar is not None:
             self._bar.update(self._task, completed=iteration, description=text)
         else:
-            print(f"step {iteration}/{self._train_iters} | {text}", flush=True)
+            print(f"step {iteration}/{self._run.train_iters} | {text}", flush=True)
 
     def evaluation(self, iteration: int, metrics: dict[str, float], trained_tokens: int) -> None:
         """Record an evaluation of the fixed set: eval_loss, eval_ppl and eval_token_acc."""
         loss, perplexity, accuracy = (metrics[name] for name in ("eval_loss", "eval_ppl", "eval_token_acc"))
         text = f"eval loss {loss:.4f}, perplexity {perplexity:.3f}, accuracy {100 * accuracy:.2f} %"
         self.event(iteration, "eval", f"{text} ({trained_tokens:,} tokens)", **metrics, trained_tokens=trained_tokens)
+        if self._active:
+            self._track("eval", {"iteration": iteration, **metrics})
 
     def restart(self, iteration: int, number: int, reason: str) -> None:
         """Record that all ranks were started again.
@@ -190,6 +180,8 @@ class TrainLog:
         if self._bar is not None:
             self._bar.stop()
         self._file.close()
+        for tracker in self._trackers:
+            tracker.close()
         plot(self.path)
         print(f"log: {self.path}; loss curve: {self.path.with_name(PLOT_FILE)}", flush=True)
 

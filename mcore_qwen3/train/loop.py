@@ -18,9 +18,11 @@ from mcore_qwen3.train.evaluation import EvalSums, evaluate_step
 from mcore_qwen3.train.finite import NonFiniteError, check_weights
 from mcore_qwen3.train.guards import LOST, Guards, SkippedStepsError
 from mcore_qwen3.train.log import TrainLog
-from mcore_qwen3.train.optimizer import Chunks
+from mcore_qwen3.train.optimizer import Chunks, gather_parameters
+from mcore_qwen3.train.profile import StepProfiler
+from mcore_qwen3.train.record import StepFacts
 from mcore_qwen3.train.saving import CheckpointSaver
-from mcore_qwen3.train.schedule import LearningRate
+from mcore_qwen3.train.schedule import LearningRate, WeightDecay
 from mcore_qwen3.train.state import TrainState
 from mcore_qwen3.train.step import train_step
 
@@ -59,17 +61,20 @@ class Parts:
         evaluation: gives the fixed evaluation batches, None without validation data.
         saver: writes the checkpoints.
         enter: tells what begins now, and the last finished step, to whoever watches for hangs.
+        profiler: traces steps of this rank, None where none are asked for.
     """
 
     device: Device
     chunks: Chunks
     optimizer: ChainedOptimizer
     schedule: LearningRate
+    weight_decay: WeightDecay
     batches: Iterator[StepBatch]
     evaluation: Callable[[], Iterator[StepBatch]] | None
     saver: CheckpointSaver
     enter: Callable[[str, int], None]
     log: TrainLog
+    profiler: StepProfiler | None = None
 
 
 class StopRequest:
@@ -113,6 +118,9 @@ def train(plan: Plan, parts: Parts, state: TrainState, stop: StopRequest) -> Tra
     except (NonFiniteError, SkippedStepsError):
         parts.saver.wait()  # raised on every rank, and what is still being written is of an earlier, good step
         raise
+    finally:
+        if parts.profiler is not None:
+            parts.profiler.close()
     parts.saver.wait()
     return state
 
@@ -135,6 +143,7 @@ def _steps(plan: Plan, parts: Parts, state: TrainState, stop: StopRequest) -> Tr
         state = replace(state, stopped_by="end" if at_end else stop.agreed())
         if state.stopped_by or state.iteration % plan.save_interval == 0:
             parts.enter("save", state.iteration)
+            gather_parameters(parts.chunks)
             check_weights(parts.chunks, LOST)  # a weight that no token met since it went bad
             state = _save(plan, parts, state, metrics)
             if not state.stopped_by and (late := stop.agreed()):  # it came during the save, which need not be repeated
@@ -144,26 +153,31 @@ def _steps(plan: Plan, parts: Parts, state: TrainState, stop: StopRequest) -> Tr
 
 
 def _one_step(plan: Plan, parts: Parts, state: TrainState, guards: Guards) -> TrainState:
+    if parts.profiler is not None:
+        parts.profiler.before_step(state.iteration + 1)
     began = time.monotonic()
     batch = next(parts.batches)
     wait = time.monotonic() - began
     lr = parts.schedule.at(state.iteration)
-    result = train_step(parts.chunks, parts.optimizer, batch, lr)
+    result = train_step(parts.chunks, parts.optimizer, batch, lr, parts.weight_decay.at(state.iteration))
     state = state.after_step(
         samples=plan.global_batch_size,
         tokens=batch.global_tokens,
         trained_tokens=result.trained_tokens,
         updated=not result.skipped,
     )
-    parts.log.step(
-        state.iteration,
-        result,
+    facts = StepFacts(
         lr=lr,
         tokens=batch.global_tokens,
+        slots=plan.global_batch_size * batch.row_length,
+        squared_lengths=batch.global_squared_lengths,
         seconds=time.monotonic() - began,
         wait=wait,
         memory=largest_memory(parts.device),
     )
+    parts.log.step(state, result, facts)
+    if parts.profiler is not None:
+        parts.profiler.after_step(state.iteration)
     if result.skipped:  # the guards run it again, piece by piece
         parts.enter("looking for a fault", state.iteration)
     guards.after_step(state.iteration, batch, result)

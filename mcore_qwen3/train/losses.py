@@ -6,7 +6,7 @@ import torch
 
 
 def token_loss(
-    loss_mask: torch.Tensor, losses: torch.Tensor
+    loss_mask: torch.Tensor, losses: torch.Tensor, datasets: torch.Tensor | None = None, num_datasets: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum of the trained tokens' losses and their number.
 
@@ -16,12 +16,20 @@ def token_loss(
     Args:
         loss_mask: float [1, T], 1 where the token is trained.
         losses: float [1, T], cross entropy of each position.
+        datasets: int64 [1, T], the data set of each position; None: not asked for.
+        num_datasets: how many there are.
 
     Returns:
-        Sum (0-d, fp32), count (0-d, int32), and {"loss": [sum, count]} detached, for the log.
+        Sum (0-d, fp32), count (0-d, int32), and {"loss": [sum, count]} detached, for the log; behind them, where asked
+        for, the sum of each data set and then the count of each.
     """
     trained = loss_mask.flatten() > 0
     # where, not a product: an untrained position can hold any value, and infinity times zero is not a number
-    total = torch.where(trained, losses.flatten().float(), 0.0).sum()
-    count = trained.sum()
-    return total, count.to(torch.int32), {"loss": torch.stack([total.detach(), count.to(total.dtype)])}
+    each = torch.where(trained, losses.flatten().float(), 0.0)
+    total, count = each.sum(), trained.sum()
+    told = torch.stack([total.detach(), count.to(total.dtype)])
+    if datasets is not None:
+        parts = each.new_zeros(2, num_datasets)
+        parts.index_add_(1, datasets.flatten(), torch.stack([each.detach(), trained.to(each.dtype)]))
+        told = torch.cat([told, parts.flatten()])
+    return total, count.to(torch.int32), {"loss": told}

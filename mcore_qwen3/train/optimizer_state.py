@@ -1,8 +1,9 @@
-"""Adam's moments (and bf16's fp32 weights) as pieces of global tensors, so that any layout can read what another wrote.
+"""The optimizer's moments (and bf16's fp32 weights) as pieces of global tensors, so that any layout can read what another wrote.
 
 Megatron's distributed optimizer keeps, of each parameter, one flat range a data-parallel rank. A flat range of a row-major
 array is a few rectangles, and a rectangle has a place in the global tensor: so each rank writes and reads its own part,
 nothing is gathered, and no format depends on the layout. Names on disk are megatron's: `optimizer.state.exp_avg.<weight>`.
+Where some parameters are frozen each layer has a name of its own, since a tensor of all layers would have holes.
 """
 
 from __future__ import annotations
@@ -15,15 +16,31 @@ from dataclasses import dataclass
 import torch
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.transformer.module import MegatronModule
 
 from mcore_qwen3.errors import ConversionError
+from mcore_qwen3.model.build import Qwen3Model
+from mcore_qwen3.model.names import is_stacked, name_in_model
 from mcore_qwen3.model.pieces import Block, Index, Piece, flat_range_blocks, pieces
 from mcore_qwen3.model.weights import Source, check_shape, read_block
 
 PREFIX = "optimizer.state."
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 MASTER = "param"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A rectangle on disk.
+
+    Attributes:
+        key: name of the global tensor.
+        global_shape: of the weight, vocabulary padded for this layout.
+        block: the rectangle in the global tensor.
+    """
+
+    key: str
+    global_shape: Index
+    block: Block
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +48,15 @@ class StatePart:
     """A rectangle of one state tensor that this rank holds.
 
     Attributes:
-        key: name on disk.
-        global_shape: of the weight, vocabulary padded for this layout.
-        block: the rectangle in the global tensor.
+        place: where it goes on disk.
+        elsewhere: where a run that froze another part of the model, or none, has it.
         values: a view of this rank's state, of the rectangle's shape without leading axes.
         is_first_copy: False if another tensor- or pipeline-parallel rank holds the same values.
         is_vocabulary: the first axis may be padded differently elsewhere.
     """
 
-    key: str
-    global_shape: Index
-    block: Block
+    place: Stored
+    elsewhere: Stored
     values: torch.Tensor
     is_first_copy: bool
     is_vocabulary: bool
@@ -50,20 +65,31 @@ class StatePart:
 def ensure_state(optimizer: ChainedOptimizer) -> None:
     """Allocate the moments of an optimizer that has not stepped yet, all zero, without changing a weight.
 
-    A step with zero gradients and learning rate 0 allocates them in torch's, apex's and transformer-engine's Adam alike.
+    A step with zero gradients and learning rate 0 allocates them in torch's, apex's and transformer-engine's optimizers
+    alike.
     """
-    for part in optimizer.chained_optimizers:
-        assert isinstance(part, DistributedOptimizer)
+    for part in _parts(optimizer):
         if not part.optimizer.state:
             for group in part.optimizer.param_groups:
                 group["lr"] = 0.0
             part._init_optimizer_states_with_dummy_values()
             _set_step(part, 0)  # it was none of the run's
+            for state in part.optimizer.state.values():
+                if "momentum_buffer" in state:  # SGD has put the weight decay of that step in
+                    state["momentum_buffer"].zero_()
+
+
+def _parts(optimizer: ChainedOptimizer) -> Iterator[DistributedOptimizer]:
+    """Megatron's optimizers of this rank; one without a parameter to train has no state."""
+    for part in optimizer.chained_optimizers:
+        assert isinstance(part, DistributedOptimizer)
+        if not part.is_stub_optimizer:
+            yield part
 
 
 def set_step(optimizer: ChainedOptimizer, step: int) -> None:
     """Set the number of finished updates, which Adam's bias correction counts."""
-    for part in optimizer.chained_optimizers:
+    for part in _parts(optimizer):
         _set_step(part, step)
 
 
@@ -76,9 +102,7 @@ def _set_step(part: DistributedOptimizer, step: int) -> None:
             group["step"] = step
 
 
-def state_parts(
-    models: Sequence[MegatronModule], optimizer: ChainedOptimizer, *, with_master: bool
-) -> Iterator[StatePart]:
+def state_parts(models: Sequence[Qwen3Model], optimizer: ChainedOptimizer, *, with_master: bool) -> Iterator[StatePart]:
     """Every rectangle of this rank's optimizer state.
 
     Args:
@@ -90,10 +114,11 @@ def state_parts(
     for model in models:
         for piece in pieces(model):
             by_parameter[piece.parameter].append(piece)
-    names = (*MOMENTS, *((MASTER,) if with_master else ()))
-    for part in optimizer.chained_optimizers:
+    for part in _parts(optimizer):
         for parameter, start, stop in _own_ranges(part):
             tensors = part._get_main_param_and_optimizer_states(parameter)
+            moments = [name for name in MOMENTS[part.config.optimizer] if name in tensors]  # SGD may go without
+            names = [*moments, *([MASTER] if with_master else [])]
             for flat, rectangle in flat_range_blocks(start, stop, tuple(parameter.shape)):
                 for piece in by_parameter[parameter]:
                     common = rectangle.intersect(piece.block)
@@ -102,14 +127,23 @@ def state_parts(
                     inner = common.relative_to(rectangle).slices
                     for name in names:
                         flat_values = tensors[name].view(-1)[flat - start :][: math.prod(rectangle.sizes)]
-                        yield StatePart(
-                            key=f"{PREFIX}{name}.{piece.key}",
-                            global_shape=piece.global_shape,
-                            block=piece.global_block(common),
-                            values=flat_values.view(rectangle.sizes)[inner],
-                            is_first_copy=not any(piece.copies[:-1]),
-                            is_vocabulary=piece.is_vocabulary,
-                        )
+                        values = flat_values.view(rectangle.sizes)[inner]
+                        yield _state_part(piece, common, name, values, by_layer=models[0].partly_frozen)
+
+
+def _state_part(piece: Piece, common: Block, name: str, values: torch.Tensor, *, by_layer: bool) -> StatePart:
+    block = piece.global_block(common)
+    together = single = Stored(f"{PREFIX}{name}.{piece.key}", piece.global_shape, block)
+    if is_stacked(piece):
+        key = f"{PREFIX}{name}.{name_in_model(piece)}"
+        single = Stored(key, piece.global_shape[1:], Block(block.starts[1:], block.sizes[1:]))
+    return StatePart(
+        place=single if by_layer else together,
+        elsewhere=together if by_layer else single,
+        values=values,
+        is_first_copy=not any(piece.copies[:-1]),
+        is_vocabulary=piece.is_vocabulary,
+    )
 
 
 def _own_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
@@ -122,7 +156,7 @@ def _own_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter
 
 
 def read_state(
-    models: Sequence[MegatronModule], optimizer: ChainedOptimizer, source: Source, *, step: int, with_master: bool
+    models: Sequence[Qwen3Model], optimizer: ChainedOptimizer, source: Source, *, step: int, with_master: bool
 ) -> None:
     """Fill this rank's optimizer state from a checkpoint of any layout.
 
@@ -141,9 +175,14 @@ def read_state(
     entries = source.entries()
     has_master = any(key.startswith(f"{PREFIX}{MASTER}.") for key in entries)
     for part in state_parts(models, optimizer, with_master=with_master and has_master):
-        if part.key not in entries:
-            raise ConversionError("the checkpoint lacks optimizer state of the model", seen=part.key)
-        stored = tuple(entries[part.key].shape)
-        check_shape(part.key, part.global_shape, stored, part.is_vocabulary)
-        read_block(source, part.key, stored, part.block.slices, part.values)
+        place = part.place if part.place.key in entries else part.elsewhere
+        if place.key not in entries:
+            raise ConversionError(
+                "the checkpoint lacks optimizer state of a weight that is trained",
+                seen=part.place.key,
+                fix="train what the run to continue trained, or --no_load_optim true",
+            )
+        stored = tuple(entries[place.key].shape)
+        check_shape(place.key, place.global_shape, stored, part.is_vocabulary)
+        read_block(source, place.key, stored, place.block.slices, part.values)
     set_step(optimizer, step)

@@ -21,6 +21,7 @@ class TrainState:
     Attributes:
         iteration: finished steps, skipped ones included.
         optimizer_steps: updates that Adam has made; its bias correction counts them.
+        skipped_steps: steps of the run that changed no weight.
         consumed_samples: rows (packs) taken from the data.
         consumed_tokens: tokens of those rows without padding.
         trained_tokens: tokens that had a loss.
@@ -34,6 +35,7 @@ class TrainState:
 
     iteration: int = 0
     optimizer_steps: int = 0
+    skipped_steps: int = 0
     consumed_samples: int = 0
     consumed_tokens: int = 0
     trained_tokens: int = 0
@@ -50,6 +52,7 @@ class TrainState:
             self,
             iteration=self.iteration + 1,
             optimizer_steps=self.optimizer_steps + updated,
+            skipped_steps=self.skipped_steps + (not updated),
             consumed_samples=self.consumed_samples + samples,
             consumed_tokens=self.consumed_tokens + tokens,
             trained_tokens=self.trained_tokens + trained_tokens,

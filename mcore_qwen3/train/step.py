@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,7 @@ class StepResult:
             (`router.largest_load`) as far as the run has them.
         grad_norm: before clipping; None where no token is trained.
         skipped: why no weight was changed, "" if they were.
+        dataset_losses: loss of each data set with a trained token, where the batch tells them apart.
         expert_tokens: int64 [layers, E], tokens that chose each expert; None for a dense model.
     """
 
@@ -50,6 +51,7 @@ class StepResult:
     grad_norm: float | None
     skipped: str = ""
     expert_tokens: torch.Tensor | None = None
+    dataset_losses: dict[str, float] = field(default_factory=dict)
 
 
 def packed_row(batch: MicroBatch, device: torch.device) -> PackedRow:
@@ -77,31 +79,38 @@ def _own_part(padding_mask: torch.Tensor, model: Qwen3Model) -> torch.Tensor:
     return padding_mask.chunk(ranks, dim=1)[rank].contiguous()
 
 
-def model_inputs(batch: MicroBatch, model: torch.nn.Module) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
-    """This rank's part of a micro-batch, on its device: (arguments of the model, labels [1, T], loss mask [1, T])."""
-    device, inner = current_device(), unwrapped(model)
-    own = None
+def _own_tokens(batch: MicroBatch) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What cuts this rank's part out of a tensor [1, T] of a micro-batch and brings it to the rank's device."""
+    device, own = current_device(), None
     if (ranks := parallel_state.get_context_parallel_world_size()) > 1:
         own = own_tokens(batch.cu_seqlens, ranks, parallel_state.get_context_parallel_rank())
+    return lambda tensor_1T: (tensor_1T if own is None else tensor_1T[:, own]).to(device, non_blocking=True)
 
-    def mine(tensor_1T: torch.Tensor) -> torch.Tensor:
-        return (tensor_1T if own is None else tensor_1T[:, own]).to(device, non_blocking=True)
 
+def model_inputs(batch: MicroBatch, model: torch.nn.Module) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
+    """This rank's part of a micro-batch, on its device: (arguments of the model, labels [1, T], loss mask [1, T])."""
+    mine, inner = _own_tokens(batch), unwrapped(model)
     padding_mask = _own_part(mine(batch.padding_mask), inner) if inner.config.num_moe_experts is not None else None
     arguments = {
         "input_ids": mine(batch.tokens),
         "position_ids": mine(batch.position_ids),
         "attention_mask": None,
-        "packed_seq_params": packed_row(batch, device),
+        "packed_seq_params": packed_row(batch, current_device()),
         "padding_mask": padding_mask,
     }
     return arguments, mine(batch.labels), mine(batch.loss_mask)
 
 
-def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
+def forward_step(
+    batches: Iterator[MicroBatch], model: torch.nn.Module, num_datasets: int = 0
+) -> tuple[torch.Tensor, Callable]:
     """Megatron's forward-step function: run one micro-batch and say how its output becomes the loss."""
-    arguments, labels, loss_mask = model_inputs(next(batches), model)
-    return model(**arguments, labels=labels), partial(token_loss, loss_mask)
+    batch = next(batches)
+    arguments, labels, loss_mask = model_inputs(batch, model)
+    loss = partial(token_loss, loss_mask)
+    if num_datasets and batch.datasets is not None:
+        loss = partial(loss, datasets=_own_tokens(batch)(batch.datasets), num_datasets=num_datasets)
+    return model(**arguments, labels=labels), loss
 
 
 def run_schedule(
@@ -153,14 +162,17 @@ def start_routers(batch: StepBatch) -> None:
     )
 
 
-def train_step(chunks: Chunks, optimizer: ChainedOptimizer, batch: StepBatch, lr: float) -> StepResult:
-    """Forward, backward, clip and update on one global batch.
+def train_step(
+    chunks: Chunks, optimizer: ChainedOptimizer, batch: StepBatch, lr: float, weight_decay: float | None = None
+) -> StepResult:
+    """Forward, backward, clip and update on one global batch; learning rate and weight decay as `optimizer.update`.
 
     Where `reason_to_skip` has one, no weight, moment or count of the optimizer is touched, on any rank: the numbers it
     looks at are sums over all ranks.
     """
     zero_gradients(chunks, optimizer)
-    total, trained = forward_backward(chunks, batch)
+    total, count, *by_dataset = forward_backward(chunks, batch)
+    trained = round(count)
     router, expert_tokens = _router_numbers(chunks, len(batch.micro_batches))
     if trained != batch.global_trained_tokens:
         raise RuntimeError(f"the ranks trained {trained} tokens, the data holds {batch.global_trained_tokens}")
@@ -168,12 +180,23 @@ def train_step(chunks: Chunks, optimizer: ChainedOptimizer, batch: StepBatch, lr
     norm = gradient_norm(optimizer)
     skipped = reason_to_skip(loss, trained, norm)
     if not skipped:
-        update(optimizer, lr)
-    return StepResult(loss, trained, router, norm if trained else None, skipped, expert_tokens)
+        update(optimizer, lr, weight_decay)
+    datasets = _dataset_losses(batch.datasets, by_dataset)
+    return StepResult(loss, trained, router, norm if trained else None, skipped, expert_tokens, datasets)
 
 
-def forward_backward(chunks: Chunks, batch: StepBatch) -> tuple[float, int]:
-    """Add the gradients of one global batch; returns (sum of token losses, trained tokens) over all ranks. Collective.
+def _dataset_losses(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
+    """The loss of each data set, from the sums of all and then the counts of all; one without a trained token has none."""
+    found = zip(names, sums[: len(names)], sums[len(names) :], strict=True)
+    return {name: total / count for name, total, count in found if count}
+
+
+def forward_backward(chunks: Chunks, batch: StepBatch) -> list[float]:
+    """Add the gradients of one global batch. Collective.
+
+    Returns:
+        Over all ranks: the sum of token losses and the number of trained tokens; behind them, where the batch tells data
+        sets apart, each one's sum and then each one's number.
 
     Raises:
         OutOfMemoryError: with what to lower.
@@ -182,9 +205,9 @@ def forward_backward(chunks: Chunks, batch: StepBatch) -> tuple[float, int]:
         chunk.train()
     start_routers(batch)
     with names_what_to_lower(batch, chunks[0].config.recompute_granularity):
-        results = run_schedule(chunks, batch.micro_batches, forward_only=False)
-    total, trained = sum_over_ranks(results, 2)
-    return total, round(trained)
+        forward = partial(forward_step, num_datasets=len(batch.datasets))
+        results = run_schedule(chunks, batch.micro_batches, forward, forward_only=False)
+    return sum_over_ranks(results, 2 + 2 * len(batch.datasets))
 
 
 def reason_to_skip(loss: float, trained_tokens: int, grad_norm: float) -> str:

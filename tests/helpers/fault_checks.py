@@ -15,12 +15,12 @@ def weights_after(
     """Train on the batches; returns the losses and this rank's weights whose names contain one of `names`."""
     from megatron.core import parallel_state
 
-    from mcore_qwen3.train.optimizer import AdamSettings, build_optimizer, wrap_for_data_parallel
+    from mcore_qwen3.train.optimizer import OptimizerSettings, build_optimizer, wrap_for_data_parallel
     from mcore_qwen3.train.step import train_step
 
     resolved, models = build(model_dir, layout, **options)
     chunks = wrap_for_data_parallel(models)
-    optimizer = build_optimizer(chunks, AdamSettings())
+    optimizer = build_optimizer(chunks, OptimizerSettings())
     losses = []
     for rows in batches:
         rank = parallel_state.get_data_parallel_rank()
@@ -39,11 +39,11 @@ def norm_of_planted_gradients(model_dir: str, layout: Layout, values: list[list[
     """The gradient norm when all gradients are zero but the first of rank r's expert gradients, which are `values[r]`."""
     import torch.distributed as dist
 
-    from mcore_qwen3.train.optimizer import AdamSettings, build_optimizer, wrap_for_data_parallel, zero_gradients
+    from mcore_qwen3.train.optimizer import OptimizerSettings, build_optimizer, wrap_for_data_parallel, zero_gradients
 
     _, models = build(model_dir, layout)
     chunks = wrap_for_data_parallel(models)
-    optimizer = build_optimizer(chunks, AdamSettings())
+    optimizer = build_optimizer(chunks, OptimizerSettings())
     zero_gradients(chunks, optimizer)
     planted = torch.tensor(values[dist.get_rank()])
     chunks[0].expert_parallel_buffers[0].grad_data[: len(planted)] = planted

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from helpers.log_checks import run_facts
 from helpers.tiny import Sample
 from helpers.train_checks import adam_steps, batch_of, changed, copies, new_trainer
 from helpers.training import Cut, Layout
@@ -43,12 +44,12 @@ def run_loop(
     from mcore_qwen3.runtime.device import cpu
     from mcore_qwen3.train import loop
     from mcore_qwen3.train.log import TrainLog
-    from mcore_qwen3.train.schedule import LearningRate
+    from mcore_qwen3.train.schedule import LearningRate, WeightDecay
     from mcore_qwen3.train.state import TrainState
 
     chunks, optimizer = new_trainer(model_dir, layout, **options)
     active = dist.get_rank() == 0
-    log = TrainLog(Path(save), len(batches), 1, active=active, start_iteration=0, world_size=1)
+    log = TrainLog(Path(save), run_facts(len(batches)), 1, active=active, start_iteration=0)
     phases: list[str] = []
     saver = mock.Mock()
     saver.save.side_effect = lambda state, chunks, optimizer: state
@@ -57,6 +58,7 @@ def run_loop(
         chunks=chunks,
         optimizer=optimizer,
         schedule=LearningRate(lr=1e-3, min_lr=1e-3, style="constant", warmup_iters=0, decay_iters=len(batches)),
+        weight_decay=WeightDecay(start=0.1, end=0.1),
         batches=iter([batch_of(rows, cut, layout) for rows in batches]),
         evaluation=None,
         enter=lambda phase, iteration: phases.append(phase),

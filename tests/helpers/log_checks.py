@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,15 @@ class Terminal(io.StringIO):
         return True
 
 
+def run_facts(train_iters: int, world_size: int = 1, **facts: Any) -> Any:
+    """The facts of a run of Qwen3-30B-A3B with 40 rows an epoch."""
+    from mcore_qwen3.planner.models import find_model
+    from mcore_qwen3.train.record import RunFacts
+
+    values = {"epoch_rows": 40, "no_peak_because": "" if "peak_tflops" in facts else "the device is a CPU", **facts}
+    return RunFacts(shape=find_model("Qwen3-30B-A3B"), train_iters=train_iters, world_size=world_size, **values)
+
+
 def write_log(
     directory: str,
     steps: list[dict[str, Any]],
@@ -29,24 +39,47 @@ def write_log(
     active: bool = True,
     terminal: bool = False,
     close: bool = True,
+    peak_tflops: float | None = None,
+    trackers: Callable[[], list[Any]] = list,
 ) -> str:
     """Log the steps (fields of StepResult and "tokens", or "eval_loss"); returns what was printed.
 
-    Each step takes half a second and waits 0.1 of it.
+    Each step takes half a second and waits 0.1 of it. A step of n tokens has 2 n places and one sample of n tokens, and
+    takes 4 rows.
     """
+    import torch
+
     from mcore_qwen3.train.log import TrainLog
+    from mcore_qwen3.train.record import StepFacts
+    from mcore_qwen3.train.state import TrainState
     from mcore_qwen3.train.step import StepResult
 
+    state = TrainState(iteration=start, consumed_samples=4 * start, consumed_tokens=100 * start)
+    facts = run_facts(train_iters, 2, **({"peak_tflops": peak_tflops} if peak_tflops else {}))
     screen = Terminal() if terminal else io.StringIO()
     with mock.patch.object(sys, "stdout", screen):
-        log = TrainLog(Path(directory), train_iters, log_interval, active=active, start_iteration=start, world_size=2)
+        log = TrainLog(Path(directory), facts, log_interval, active=active, start_iteration=start, trackers=trackers())
         for number, fields in enumerate(steps, start + 1):
             tokens = fields.pop("tokens", 100)
             evaluation = fields.pop("eval_loss", None)
             event = fields.pop("event", None)
             router = {"balance_loss": fields.pop("balance_loss")} if "balance_loss" in fields else {}
+            if "expert_tokens" in fields:
+                fields["expert_tokens"] = torch.tensor(fields["expert_tokens"])
             result = StepResult(**{"loss": 1.0, "trained_tokens": 50, "grad_norm": 0.5, **fields}, router=router)
-            log.step(number, result, lr=1e-3, tokens=tokens, seconds=0.5, wait=0.1, memory=1.25)
+            state = state.after_step(
+                samples=4, tokens=tokens, trained_tokens=result.trained_tokens, updated=not result.skipped
+            )
+            step = StepFacts(
+                lr=1e-3,
+                tokens=tokens,
+                slots=2 * tokens,
+                squared_lengths=tokens * tokens,
+                seconds=0.5,
+                wait=0.1,
+                memory=1.25,
+            )
+            log.step(state, result, step)
             if evaluation is not None:
                 with log.paused():
                     log.evaluation(number, {"eval_loss": evaluation, "eval_ppl": 2.5, "eval_token_acc": 0.125}, 7)
@@ -55,6 +88,20 @@ def write_log(
         if close:
             log.close()
     return screen.getvalue()
+
+
+def speed_records(model: str, tokens: int, peak_tflops: float, squared_lengths: list[int]) -> list[dict[str, Any]]:
+    """The records of steps of half a second on two devices, by the sum of the squared lengths of their samples."""
+    from mcore_qwen3.planner.models import find_model
+    from mcore_qwen3.train.record import StepFacts, step_record
+    from mcore_qwen3.train.state import TrainState
+    from mcore_qwen3.train.step import StepResult
+
+    run = replace(run_facts(10, 2, peak_tflops=peak_tflops), shape=find_model(model))
+    state = TrainState().after_step(samples=1, tokens=tokens, trained_tokens=tokens, updated=True)
+    step = StepFacts(lr=0, tokens=tokens, slots=tokens, squared_lengths=0, seconds=0.5, wait=0, memory=0)
+    result = StepResult(1.0, tokens, {}, 1.0)
+    return [step_record(run, state, result, replace(step, squared_lengths=one), 0.0) for one in squared_lengths]
 
 
 def log_records(directory: str) -> list[dict[str, Any]]:

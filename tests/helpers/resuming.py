@@ -81,7 +81,7 @@ def train_and_save(
     from mcore_qwen3.arch.shape import read_model_shape
     from mcore_qwen3.converters import OptimizerSource, TorchDistSource
     from mcore_qwen3.model.weights import read_weights
-    from mcore_qwen3.train.optimizer import AdamSettings, build_optimizer, wrap_for_data_parallel
+    from mcore_qwen3.train.optimizer import OptimizerSettings, build_optimizer, wrap_for_data_parallel
     from mcore_qwen3.train.optimizer_state import read_state
     from mcore_qwen3.train.state import TrainState
     from mcore_qwen3.train.step import train_step
@@ -93,7 +93,7 @@ def train_and_save(
                 read_weights(model, source)
     chunks = wrap_for_data_parallel(models)
     with adam_class(adam):
-        optimizer = build_optimizer(chunks, AdamSettings())
+        optimizer = build_optimizer(chunks, OptimizerSettings())
     if resume and not drop_moments:
         state = TrainState.read(Path(resume))
         with OptimizerSource(resume) as source:
@@ -139,11 +139,11 @@ def trainers_saver(root: Path, model_dir: str, *, asynchronous: bool = False) ->
 def written_bytes(model_dir: str, layout: Layout, *, moments: bool, chunk_bytes: int) -> dict[str, Any]:
     """What this rank would write of a fresh model: bytes by rectangle, and the largest one that others hold too."""
     from mcore_qwen3.train import checkpoint
-    from mcore_qwen3.train.optimizer import AdamSettings, build_optimizer, wrap_for_data_parallel
+    from mcore_qwen3.train.optimizer import OptimizerSettings, build_optimizer, wrap_for_data_parallel
     from mcore_qwen3.train.shares import Shares
 
     _, models = build(model_dir, layout, sequence_parallel=layout.tensor > 1)
-    optimizer = build_optimizer(wrap_for_data_parallel(models), AdamSettings())
+    optimizer = build_optimizer(wrap_for_data_parallel(models), OptimizerSettings())
     with mock.patch.object(checkpoint, "_CHUNK_BYTES", chunk_bytes):
         state = checkpoint.state_held(models, optimizer, with_master=False) if moments else []
         weights = checkpoint.weights_held(models)

@@ -49,12 +49,12 @@ def save_twice(model_dir: str, root: str, layout: Layout, fault: str, on_rank: i
     import torch.distributed as dist
 
     from mcore_qwen3.train.checkpoint import SaveError
-    from mcore_qwen3.train.optimizer import AdamSettings, build_optimizer, wrap_for_data_parallel
+    from mcore_qwen3.train.optimizer import OptimizerSettings, build_optimizer, wrap_for_data_parallel
     from mcore_qwen3.train.state import TrainState
 
     _, models = build(model_dir, layout)
     chunks = wrap_for_data_parallel(models)
-    optimizer = build_optimizer(chunks, AdamSettings())
+    optimizer = build_optimizer(chunks, OptimizerSettings())
     saver = trainers_saver(Path(root), model_dir, asynchronous=asynchronous)
     state = saver.save(TrainState(iteration=2), chunks, optimizer)
     saver.wait()
@@ -73,7 +73,7 @@ def load_checkpoint(model_dir: str, iteration_dir: str, layout: Layout) -> str:
     from mcore_qwen3.converters import OptimizerSource, TorchDistSource
     from mcore_qwen3.errors import ConversionError
     from mcore_qwen3.model.weights import read_weights
-    from mcore_qwen3.train.optimizer import AdamSettings, build_optimizer, wrap_for_data_parallel
+    from mcore_qwen3.train.optimizer import OptimizerSettings, build_optimizer, wrap_for_data_parallel
     from mcore_qwen3.train.optimizer_state import read_state
 
     _, models = build(model_dir, layout)
@@ -81,7 +81,7 @@ def load_checkpoint(model_dir: str, iteration_dir: str, layout: Layout) -> str:
         with TorchDistSource(iteration_dir, read_model_shape(model_dir)) as source:
             for model in models:
                 read_weights(model, source)
-        optimizer = build_optimizer(wrap_for_data_parallel(models), AdamSettings())
+        optimizer = build_optimizer(wrap_for_data_parallel(models), OptimizerSettings())
         with OptimizerSource(iteration_dir) as moments:
             read_state(models, optimizer, moments, step=2, with_master=False)
     except ConversionError as error:

@@ -105,14 +105,14 @@ def _held(shape: Any, resolved: Any, options: dict[str, Any]) -> dict[str, Any]:
 
     from mcore_qwen3.model.build import build_chunks
     from mcore_qwen3.model.config import ModelOptions
-    from mcore_qwen3.train.optimizer import AdamSettings, build_optimizer, update, wrap_for_data_parallel
+    from mcore_qwen3.train.optimizer import OptimizerSettings, build_optimizer, update, wrap_for_data_parallel
 
     models = build_chunks(shape, resolved, ModelOptions(**options))
     with torch.no_grad():
         for parameter in (parameter for model in models for parameter in model.parameters()):
             parameter.fill_(0.1)
     chunks = wrap_for_data_parallel(models)
-    optimizer = build_optimizer(chunks, AdamSettings())
+    optimizer = build_optimizer(chunks, OptimizerSettings())
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
         parameter.main_grad.fill_(0.1)
     for chunk in chunks:

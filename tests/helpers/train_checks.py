@@ -10,17 +10,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from helpers.log_checks import run_facts
 from helpers.tiny import Sample
 from helpers.training import Cut, Layout, build, step_batch
 
 
 def new_trainer(model_dir: str, layout: Layout, *, weight_decay: float = 0.1, **options: Any) -> tuple[Any, Any]:
     """(chunks of the wrapped model, optimizer) on this rank."""
-    from mcore_qwen3.train.optimizer import AdamSettings, build_optimizer, wrap_for_data_parallel
+    from mcore_qwen3.train.optimizer import OptimizerSettings, build_optimizer, wrap_for_data_parallel
 
     _, models = build(model_dir, layout, **options)
     chunks = wrap_for_data_parallel(models)
-    return chunks, build_optimizer(chunks, AdamSettings(weight_decay=weight_decay))
+    return chunks, build_optimizer(chunks, OptimizerSettings(weight_decay=weight_decay))
 
 
 def batch_of(rows: list[Sample], cut: Cut, layout: Layout) -> Any:
@@ -54,27 +55,40 @@ def moments(optimizer: Any) -> list[torch.Tensor]:
     return [state[name].clone() for state in states for name in ("exp_avg", "exp_avg_sq")]
 
 
-def scheduler_curve(style: str, lr: float, min_lr: float, warmup: int, decay: int, steps: int) -> list[float]:
-    """The learning rates of megatron's scheduler after 0, 1, ... finished steps."""
+def scheduler_curve(
+    style: str,
+    lr: float,
+    min_lr: float,
+    warmup: int,
+    decay: int,
+    steps: int,
+    *,
+    init_lr: float = 0.0,
+    weight_decay: tuple[float, float, str] = (0.1, 0.1, "constant"),
+    wsd: tuple[int, str] | None = None,
+) -> list[tuple[float, float]]:
+    """(learning rate, weight decay) of megatron's scheduler after 0, 1, ... finished steps."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     group: dict[str, Any] = {"lr": 0.0}
     scheduler = OptimizerParamScheduler(
         SimpleNamespace(param_groups=[group]),  # type: ignore[arg-type]
-        init_lr=0.0,
+        init_lr=init_lr,
         max_lr=lr,
         min_lr=min_lr,
         lr_warmup_steps=warmup,
         lr_decay_steps=decay,
         lr_decay_style=style,
-        start_wd=0.1,
-        end_wd=0.1,
+        start_wd=weight_decay[0],
+        end_wd=weight_decay[1],
         wd_incr_steps=decay,
-        wd_incr_style="constant",
+        wd_incr_style=weight_decay[2],
+        wsd_decay_steps=wsd and wsd[0],
+        lr_wsd_decay_style=wsd and wsd[1],
     )
     curve = []
     for _ in range(steps):
-        curve.append(group["lr"])
+        curve.append((group["lr"], group["weight_decay"]))
         scheduler.step(1)
     return curve
 
@@ -287,19 +301,19 @@ def loop_story(
     from mcore_qwen3.train.evaluation import EvalSums
     from mcore_qwen3.train.finite import NonFiniteError
     from mcore_qwen3.train.log import TrainLog
-    from mcore_qwen3.train.schedule import LearningRate
+    from mcore_qwen3.train.schedule import LearningRate, WeightDecay
     from mcore_qwen3.train.state import TrainState
     from mcore_qwen3.train.step import StepResult
 
     story: list[str] = []
     stop = loop.StopRequest(time_limit)
-    batch = SimpleNamespace(global_tokens=10)
+    batch = SimpleNamespace(global_tokens=10, global_squared_lengths=100, row_length=8)
 
     def enter(phase: str, iteration: int) -> None:
         if watched:
             story.append(f"{phase} after {iteration}")
 
-    def step(model: Any, optimizer: Any, batch: Any, lr: float) -> StepResult:
+    def step(model: Any, optimizer: Any, batch: Any, lr: float, weight_decay: float) -> StepResult:
         story.append(f"step lr {lr:.1f}")
         number = len([line for line in story if line.startswith("step")])
         if number == stop_at:
@@ -313,11 +327,12 @@ def loop_story(
         chunks=None,  # type: ignore[arg-type]
         optimizer=object(),  # type: ignore[arg-type]
         schedule=LearningRate(lr=10.0, min_lr=0.0, style="linear", warmup_iters=0, decay_iters=10),
+        weight_decay=WeightDecay(start=0.1, end=0.1),
         batches=iter([batch] * train_iters),  # type: ignore[list-item]
         evaluation=lambda: iter([batch, batch]),  # type: ignore[list-item]
         saver=_NotingSaver(story, stop, stop_in_save),  # type: ignore[arg-type]
         enter=enter,
-        log=TrainLog(Path(directory), train_iters, 1, active=False, start_iteration=0, world_size=1),
+        log=TrainLog(Path(directory), run_facts(train_iters), 1, active=False, start_iteration=0),
     )
     plan = loop.Plan(
         train_iters=train_iters,
@@ -330,7 +345,6 @@ def loop_story(
         metric_for_best_model="",
         greater_is_better=False,
     )
-
     replaced: dict[str, Callable] = {"train_step": step, "check_weights": lambda chunks, fix: None}
     replaced["evaluate_step"] = lambda chunks, batch: story.append("evaluate") or EvalSums(3.0, 2, 1)
     with mock.patch.multiple(loop, **replaced):

@@ -76,8 +76,9 @@ def step_batch(samples: list[Sample], cut: Cut, data: int, dp_rank: int, context
     ]
     trained = sum(int(sample.mask[1:].sum()) for sample in samples)
     tokens = sum(len(sample.ids) for sample in samples)
+    squares = sum(len(sample.ids) ** 2 for sample in samples)
     return StepBatch(
-        micro_batches, length, places, tokens, trained, tokens, trained, lambda row: [f"rows.jsonl:{row + 1}"]
+        micro_batches, length, places, tokens, trained, tokens, trained, squares, lambda row: [f"rows.jsonl:{row + 1}"]
     )
 
 
@@ -119,6 +120,7 @@ def build(model_dir: str, layout: Layout, **options: Any) -> tuple[Any, Any]:
         context=layout.context,
         **_pipeline_extras(layout),
         sequence_parallel=options.pop("sequence_parallel", False),
+        pipeline_layout=options.pop("pipeline_layout", None),
         shape=shape,
     )
     start_groups(resolved)
@@ -154,7 +156,7 @@ def gather_gradients(chunks: Any) -> list[tuple[str, tuple[int, ...], tuple[int,
             own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
             dist.all_gather(list(bucket.grad_data.chunk(group.size())), own, group=group)
     result = []
-    for piece in [piece for ddp in chunks for piece in pieces(unwrapped(ddp))]:
+    for piece in [piece for ddp in chunks for piece in pieces(unwrapped(ddp)) if piece.parameter.requires_grad]:
         place = piece.global_block(piece.block)
         values = piece.parameter.main_grad[piece.block.slices].reshape(place.sizes).clone()
         result.append((piece.key, piece.global_shape, place.starts, values))
@@ -179,14 +181,14 @@ def run_steps(
     """
     from megatron.core import parallel_state
 
-    from mcore_qwen3.train.optimizer import AdamSettings, build_optimizer, wrap_for_data_parallel
+    from mcore_qwen3.train.optimizer import OptimizerSettings, build_optimizer, wrap_for_data_parallel
     from mcore_qwen3.train.step import train_step
 
     resolved, models = build(model_dir, layout, **options)
     chunks = wrap_for_data_parallel(models)
     if sabotage:
         _sabotage(sabotage, chunks[0])
-    optimizer = build_optimizer(chunks, AdamSettings(weight_decay=0.1, clip_grad=1.0))
+    optimizer = build_optimizer(chunks, OptimizerSettings(weight_decay=0.1, clip_grad=1.0))
     losses, norms, router, first = [], [], [], []
     for number, samples in enumerate(batches):
         rank = parallel_state.get_data_parallel_rank()

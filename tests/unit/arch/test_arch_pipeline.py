@@ -85,6 +85,48 @@ def megatron_chunks(num_layers: int, pipeline: int, virtual: int, own: dict[str,
     return [[chunk(stage, number) for number in range(virtual)] for stage in range(pipeline)]
 
 
+STRINGS = [
+    ("Et*3|t*5L", 2, 8, ((3,), (5,))),
+    ("Et|(tt|)*2tL", 2, 6, ((1, 2), (2, 1))),
+    ("E,tt|tt|t,t|ttL", 2, 8, ((2, 2), (2, 2))),
+    ("Ett|(t|t|)*2t*3L", 3, 9, ((2, 1), (1, 1), (1, 3))),
+]
+
+
+@pytest.mark.parametrize(("text", "pipeline", "num_layers", "stages"), STRINGS)
+def test_a_layout_string_is_read_as_megatron_reads_it(text: str, pipeline: int, num_layers: int, stages: Any) -> None:
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    layout = cut(num_layers, pipeline, pipeline_layout=text)
+    assert layout.stages == stages and layout.virtual_pipeline == len(stages[0])
+    theirs = PipelineParallelLayerLayout(text, pipeline)
+    theirs.validate_layer_layout(num_layers, 0)
+    for stage, number in itertools.product(range(pipeline), range(len(stages[0]))):
+        letters = [kind.name for kind in theirs.layout[stage][number]]
+        assert letters.count("decoder") == len(layout.chunk_layers(stage, number))
+
+
+@pytest.mark.parametrize(
+    ("text", "pipeline", "own", "seen"),
+    [
+        ("Et*3|t*5L", 2, {"virtual_pipeline": 2}, "a pipeline layout and the virtual stages must agree"),
+        ("Et*3|t*5L", 2, {FIRST: 3}, "a pipeline layout says all about the cut"),
+        ("Et*3|t*5L", 2, {"account_for_loss": True}, "a pipeline layout says all about the cut"),
+        ("Et*3|t*4L", 2, {}, "a pipeline layout has 8 t, one for each layer of the model"),
+        ("t*3|t*5L", 2, {}, "a pipeline layout has one E, first of all"),
+        ("Et*3|t*5", 2, {}, "a pipeline layout has one L, last of all"),
+        ("Et*3|t*5L", 1, {}, "a multiple of PP, and PP above 1"),
+        ("Et*3|t*4|tL", 2, {}, "a multiple of PP, and PP above 1"),
+        ("E|t*8|", 2, {}, "one L"),
+        ("E|t*8L", 2, {}, "at least one layer in every chunk"),
+        ("Et*3|m*5L", 2, {}, "is made of E, t, L"),
+    ],
+)
+def test_a_layout_string_that_does_not_fit_is_refused(text: str, pipeline: int, own: dict[str, Any], seen: str) -> None:
+    with pytest.raises(ConfigError, match=seen):
+        cut(8, pipeline, pipeline_layout=text, **own)
+
+
 def test_legal_cuts_are_those_that_megatron_builds_without_losing_a_layer() -> None:
     ends = [{}, {FIRST: 2}, {LAST: 2}, {FIRST: 4}, {LAST: 6}, {FIRST: 2, LAST: 2}, {FIRST: 4, LAST: 6}]
     counted = [{"account_for_embedding": True}, {"account_for_loss": True}, BOTH_COUNT]

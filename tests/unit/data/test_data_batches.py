@@ -42,6 +42,22 @@ def steps(prepared: Prepared, plan: BatchPlan, number: int, *, rank: int = 0, co
     return list(itertools.islice(stream, number))
 
 
+def test_squared_lengths_are_those_of_all_ranks_samples(tmp_path: Path) -> None:
+    samples = make_samples(23)
+    prepared = prepared_data(tmp_path, samples, packing=True)
+    plan = resolve_batch(1, prepared.train.rows // 2 * 2, 2)
+    (first,), (second,) = (steps(prepared, plan, 1, rank=rank) for rank in (0, 1))
+    assert first.global_squared_lengths == second.global_squared_lengths
+    seen = [
+        len(ids)
+        for step in (first, second)
+        for row in step.rows.flatten().tolist()
+        for ids, _ in SplitReader(prepared.path, "train").samples(row)
+    ]
+    assert first.global_squared_lengths == sum(length**2 for length in seen)
+    assert first.global_tokens == sum(seen) and len(seen) > prepared.train.rows, "some rows hold several samples"
+
+
 TENSORS = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "padding_mask")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +16,8 @@ import tokenizers
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 
+from mcore_qwen3.arch import resolve_batch
+from mcore_qwen3.data.batches import train_batches
 from mcore_qwen3.data.marks import TrainRule
 from mcore_qwen3.data.placeholders import Identity
 from mcore_qwen3.data.prepare import Prepared, PrepareRequest, prepare
@@ -87,6 +90,38 @@ def test_interleaved_sources(request_for: Request, tmp_path: Path) -> None:
     from_a = sum(name.startswith("a") for name in found)
     assert from_a == 40 and 2 <= len(found) - from_a <= 28 and found[-1] == "a39"
     assert [name for name in found if name.startswith("b")] == [f"b{n}" for n in range(len(found) - 40)]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_each_token_is_told_of_its_own_data_set(request_for: Request, tmp_path: Path, packing: bool) -> None:
+    # 5 of a's 9 rows, b's 3 rows twice and one more, and a validation file behind them; words tell where a row is from.
+    numbered(tmp_path / "a.jsonl", 9, "apple")
+    numbered(tmp_path / "b.jsonl", 3, "bread")
+    numbered(tmp_path / "v.jsonl", 4, "apple")
+    names = (f"{tmp_path}/a.jsonl#5", f"{tmp_path}/b.jsonl#7")
+    request = request_for(*names, val_dataset=(f"{tmp_path}/v.jsonl",), packing=packing)
+    prepared = prepare(request)
+    assert prepared.dataset_samples == (5, 3)
+    plan = resolve_batch(1, 2, 1)
+    stream = train_batches(
+        prepared, plan, dp_rank=0, consumed_samples=0, seed=1, num_workers=0, datasets=("the first", "the second")
+    )
+    seen: Counter[str] = Counter()
+    for step in itertools.islice(stream, -(-prepared.train.rows // 2)):
+        assert step.datasets == ("the first", "the second")
+        for batch in step.micro_batches:
+            assert batch.datasets is not None and batch.datasets.shape == batch.tokens.shape
+            for first, last in itertools.pairwise(batch.cu_seqlens.tolist()):
+                if batch.padding_mask[0, first:last].all():
+                    continue
+                text = backend(request.tokenizer_dir).decode(batch.tokens[0, first:last].tolist())
+                word = "apple" if "apple" in text else "bread"
+                real = ~batch.padding_mask[0, first:last]
+                assert set(batch.datasets[0, first:last][real].tolist()) == {("apple", "bread").index(word)}
+                seen[word] += 1
+    assert seen["apple"] >= 5 and seen["bread"] >= 7
+    (plain,) = itertools.islice(train_batches(prepared, plan, dp_rank=0, consumed_samples=0, seed=1, num_workers=0), 1)
+    assert plain.datasets == () and plain.micro_batches[0].datasets is None
 
 
 def test_columns_are_renamed(request_for: Request, tmp_path: Path) -> None:

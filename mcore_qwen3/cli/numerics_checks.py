@@ -1,0 +1,77 @@
+"""Rules between the options of numerics and memory, the device, and what else a run does. No torch."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from mcore_qwen3.arch import ParallelLayout
+from mcore_qwen3.config import RunConfig, needs_transformer_engine
+from mcore_qwen3.errors import ConfigError
+
+# transformer-engine's fp8 products take rows in multiples of it.
+FP8_MULTIPLE = 16
+
+
+def check_numerics_device(config: RunConfig, layout: ParallelLayout, device: str) -> None:
+    """Refuse options that this device, these modules or another option of the run cannot go with.
+
+    Raises:
+        ConfigError: a rule is broken.
+    """
+    _check_modules(config, device)
+    flags = config.numerics
+    if flags.optimizer_cpu_offload and device != "cuda":
+        raise ConfigError(
+            "optimizer_cpu_offload moves state from a GPU to host memory",
+            seen=f"--optimizer_cpu_offload true, device {device}",
+            fix="drop it: on CPU the state is in host memory",
+        )
+    bf16 = config.model.bf16 is not False
+    if not bf16 and (flags.use_precision_aware_optimizer or flags.fp8_format):
+        raise ConfigError(
+            "the precision-aware optimizer and fp8 are for bf16 runs",
+            seen="--bf16 false",
+            fix="--bf16 true, or neither of the two",
+        )
+    for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
+        if getattr(flags, name) and not config.checkpoint.no_save_optim:
+            raise ConfigError(
+                f"the optimizer state of {name} cannot be saved here: it is not kept where the others' is",
+                seen=f"--{name} true, --no_save_optim false",
+                fix=f"--no_save_optim true (the run then continues with moments at zero), or --{name} false",
+            )
+    if flags.fp8_format:
+        _check_fp8(config, layout)
+
+
+def _check_modules(config: RunConfig, device: str) -> None:
+    asked = list(needs_transformer_engine(config.numerics))
+    if not asked:
+        return
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    if device != "cuda" or config.model.transformer_impl == "torch" or not installed:
+        raise ConfigError(
+            "some options are transformer-engine's own, which runs on GPUs only",
+            seen=f"{', '.join(asked)}; device {device}, --transformer_impl {config.model.transformer_impl}, "
+            f"package {'found' if installed else 'not found'}",
+            fix="drop them, or pip install 'mcore-qwen3[gpu]' on GPU nodes and --transformer_impl transformer_engine",
+        )
+
+
+def _check_fp8(config: RunConfig, layout: ParallelLayout) -> None:
+    multiple = FP8_MULTIPLE * layout.tensor * layout.context
+    length = config.data.max_length
+    if not config.data.packing or length is None or length % multiple:
+        raise ConfigError(
+            f"fp8 needs packed rows whose length is a multiple of {FP8_MULTIPLE} x TP x CP = {multiple}",
+            seen=f"--packing {str(config.data.packing).lower()}, --max_length {length or 'unset'}",
+            fix=f"--packing true --max_length {max(1, (length or 8192) // multiple) * multiple}",
+        )
+    again = [name for name in ("moe_act", "layernorm") if name in config.model.recompute_modules]
+    selective = config.model.recompute_granularity == "selective"
+    if config.numerics.fp8_recipe == "delayed" and selective and again:
+        raise ConfigError(
+            "delayed fp8 scaling cannot recompute moe_act and layernorm",
+            seen=f"--fp8_recipe delayed --recompute_modules {' '.join(again)}",
+            fix="another --fp8_recipe, or other modules",
+        )
