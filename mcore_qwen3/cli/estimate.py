@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mcore_qwen3.arch import ModelShape, ParallelLayout
 from mcore_qwen3.cli.resolve import ResolvedRun
-from mcore_qwen3.config import RunConfig
+from mcore_qwen3.config import RunConfig, freezes
 from mcore_qwen3.planner.memory import GIB, Account, heaviest_account, stage_account
 from mcore_qwen3.planner.settings import Settings, settings_of
 
@@ -20,6 +20,16 @@ def expected_modules(config: RunConfig) -> str:
 def run_settings(run: ResolvedRun, modules: str) -> Settings:
     """The planner's settings of a resolved run with these modules, its rows as long as they can be."""
     return settings_of(run.config, run.layout, modules=modules, on_cuda=run.config.launch.device == "cuda")
+
+
+def not_counted(config: RunConfig) -> list[str]:
+    """What the run asks for and the account leaves out, one line each."""
+    left_out = (
+        (freezes(config.optim), "frozen parameters are counted as trained"),
+        (config.numerics.fp8_format is not None, "products in fp8 are counted as bf16"),
+        (config.numerics.overlap_grad_reduce, "the padding of each bucket of overlap_grad_reduce is not counted"),
+    )
+    return [f"note: {text}" for applies, text in left_out if applies]
 
 
 def assumed_text(shape: ModelShape, layout: ParallelLayout, settings: Settings) -> str:
@@ -46,6 +56,7 @@ def memory_lines(run: ResolvedRun) -> Iterator[str]:
     shape, layout = run.shape, run.layout
     settings = run_settings(run, expected_modules(run.config))
     account = heaviest_account(shape, layout, settings)
+    yield from not_counted(run.config)
     yield f"memory of the fullest rank, estimated ({assumed_text(shape, layout, settings)}):"
     yield f"  stage {account.stage}: {range_text(account)}"
     yield from (f"    {line}" for line in account_lines(account))

@@ -15,6 +15,7 @@ from mcore_qwen3.planner.layout_words import layout_words
 from mcore_qwen3.planner.memory import GIB, stage_account
 from mcore_qwen3.planner.models import load_name
 from mcore_qwen3.planner.search import Plan, Search
+from mcore_qwen3.planner.state import state_bytes
 from mcore_qwen3.planner.step_time import StepTime
 
 _STATE = ("weights", "gradients", "master weights", "moments")
@@ -26,9 +27,11 @@ _EXPOSED = ("tp_s", "ep_s", "cp_s", "pp_s", "dp_s")
 
 
 def table_lines(plans: Sequence[Plan], gpu: Gpu) -> list[str]:
-    """One line a plan, under a heading, in columns."""
-    rows = [_COLUMNS, *(_row(number, plan, gpu) for number, plan in enumerate(plans, 1))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    """One line a plan, under a heading, in columns; the optimizer's where they differ in it."""
+    rows: list[tuple[str, ...]] = [_COLUMNS, *(_row(number, plan, gpu) for number, plan in enumerate(plans, 1))]
+    if any(plan.optimizer[1] for plan in plans):
+        rows = [(*row, name) for row, name in zip(rows, ("optimizer", *(p.optimizer[0] for p in plans)), strict=True)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if any(plan.at_the_edge(gpu) for plan in plans):
         lines.append(f"! the upper end of the range is above the {gpu.memory_gib:g} GiB of the GPU")
@@ -80,7 +83,18 @@ def explain_lines(plan: Plan, search: Search) -> list[str]:
     verdict = f"fits with {free:.1f} GiB free" if plan.fits(search.gpu) else f"does not fit: {-free:.1f} GiB too much"
     bounds = f"{_gib(plan.account.low)} to {_gib(plan.account.high)}"
     lines += ["", f"{search.gpu.name}: {verdict}; {bounds} GiB of {search.gpu.memory_gib:g} expected"]
+    lines += host_lines(plan, search)
     return [*lines, "", *_step_lines(plan.step)]
+
+
+def host_lines(plan: Plan, search: Search) -> list[str]:
+    """What the optimizer of a plan takes of a node's memory, where it lies there."""
+    stages = range(plan.layout.pipeline)
+    largest = max(state_bytes(search.shape, plan.layout, plan.settings, stage).on_host for stage in stages)
+    if not largest:
+        return []
+    ranks = min(search.gpu.gpus_per_node, plan.layout.world_size)
+    return [f"host memory: at least {_gib(ranks * largest)} GiB a node for the optimizer, and as much again in copies"]
 
 
 def _step_lines(step: StepTime) -> Iterable[str]:
@@ -101,6 +115,7 @@ def plan_record(plan: Plan, gpu: Gpu) -> dict[str, Any]:
     return {
         "layout": layout_words(plan.layout),
         "flags": plan_flags(plan),
+        "optimizer": plan.optimizer[0],
         "data_parallel": plan.layout.data,
         "stage": account.stage,
         "memory_gib": {
@@ -143,6 +158,7 @@ def plan_flags(plan: Plan) -> dict[str, Any]:
             "recompute_method": settings.recompute_method or "uniform",
             "recompute_num_layers": settings.recompute_num_layers or 1,
         }
+    flags |= plan.optimizer[1]
     defaults = to_flat_dict(RunConfig())
     return {name: value for name, value in flags.items() if value != defaults[name]}
 

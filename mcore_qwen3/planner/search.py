@@ -42,12 +42,13 @@ def usable_bytes(gpu: Gpu) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A layout with its settings and what they cost. `account` is the heaviest stage's."""
+    """A layout with its settings and what they cost. `account` is the heaviest stage's; `optimizer` is its search's."""
 
     layout: ParallelLayout
     settings: Settings
     account: Account
     step: StepTime
+    optimizer: tuple[str, Mapping[str, Any]]
 
     def fits(self, gpu: Gpu) -> bool:
         """Whether the middle of the estimate lies in the GPU's memory."""
@@ -73,13 +74,15 @@ def sizes(layout: ParallelLayout) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Search:
-    """What is searched. `fixed` holds the flags that the user gave, by name; `settings` everything that is not a knob."""
+    """What is searched. `fixed` holds the flags that the user gave, by name; `settings` everything that is not a knob;
+    `optimizer` a name for what the optimizer keeps, and the flags that ask for it beside the user's."""
 
     shape: ModelShape
     gpu: Gpu
     settings: Settings
     fixed: Mapping[str, Any]
     calibration: Calibration
+    optimizer: tuple[str, Mapping[str, Any]] = ("as given", {})
 
     def best(self, gpus: int, number: int) -> list[Plan]:
         """The fastest plans that fit, one for each TP, CP, PP, EP and expert-TP.
@@ -129,7 +132,7 @@ class Search:
         timed = [(self._seconds(*choice), *choice) for row in rows for choice in row]
         for step, layout, settings in sorted(timed, key=lambda choice: choice[0].seconds):
             if (account := heaviest_account(self.shape, layout, settings)).total <= limit:
-                return Plan(layout=layout, settings=settings, account=account, step=step)
+                return self._plan(layout, settings, account, step)
         return None
 
     def _most_bytes(self, at_the_edge: bool) -> float:
@@ -150,7 +153,10 @@ class Search:
     def one(self, layout: ParallelLayout, settings: Settings) -> Plan:
         """What one layout costs; ConfigError where the batch does not suit it."""
         account = heaviest_account(self.shape, layout, settings)
-        return Plan(layout=layout, settings=settings, account=account, step=self._seconds(layout, settings))
+        return self._plan(layout, settings, account, self._seconds(layout, settings))
+
+    def _plan(self, layout: ParallelLayout, settings: Settings, account: Account, step: StepTime) -> Plan:
+        return Plan(layout=layout, settings=settings, account=account, step=step, optimizer=self.optimizer)
 
     def lightest(self, gpus: int) -> Plan | None:
         """The plan that needs least memory, for the case that none fits; None where no layout is legal."""

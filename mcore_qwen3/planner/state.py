@@ -29,7 +29,7 @@ class Tensor:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateBytes:
     """Bytes of one rank. `trained` and `frozen` count parameters, `experts` those of both that belong to experts; each is in
-    `weights`."""
+    `weights`. `on_host`: master weights and moments in host memory, which no other field counts."""
 
     trained: int
     frozen: int
@@ -38,6 +38,7 @@ class StateBytes:
     gradients: int
     master_weights: int
     moments: int
+    on_host: int
 
     @property
     def parameters(self) -> int:
@@ -51,7 +52,7 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """All bytes."""
+        """All bytes of the GPU."""
         return self.weights + self.gradients + self.master_weights + self.moments
 
 
@@ -168,6 +169,7 @@ def state_bytes(shape: ModelShape, layout: ParallelLayout, settings: Settings, s
         gradients=whole.padded * settings.gradient_bytes,
         master_weights=round(whole.share * settings.master_bytes * shares),
         moments=round(whole.share * settings.moment_bytes * shares),
+        on_host=round(whole.share * (settings.master_bytes + settings.moment_bytes) * (1 - shares)),
     )
 
 

@@ -82,13 +82,13 @@ def _kept(shape: Any, resolved: Any, options: dict[str, Any], rows: list[list[Sa
 def bytes_held(sizes: dict[str, Any], layout: dict[str, Any], cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of each case: bytes of this rank's buffers and optimizer after one update, and its pipeline rank.
 
-    "weights" and "gradients" are the flat buffers, "moments" Adam's state, "master" the fp32 copies it works on where they
+    "weights" and "gradients" are the flat buffers, "moments" the optimizer's state, "master" the fp32 copies it works on where they
     are not the weights themselves.
 
     Args:
         sizes: fields of ModelShape.
         layout: arguments of resolve_layout.
-        cases: fields of ModelOptions, all in the same groups of ranks.
+        cases: fields of ModelOptions, and "optimizer" (adam where it lacks); all in the same groups of ranks.
     """
     import torch.distributed as dist
 
@@ -107,12 +107,14 @@ def _held(shape: Any, resolved: Any, options: dict[str, Any]) -> dict[str, Any]:
     from mcore_qwen3.model.config import ModelOptions
     from mcore_qwen3.train.optimizer import OptimizerSettings, build_optimizer, update, wrap_for_data_parallel
 
-    models = build_chunks(shape, resolved, ModelOptions(**options))
+    optimizer_name = options.get("optimizer", "adam")
+    model_options = {name: value for name, value in options.items() if name != "optimizer"}
+    models = build_chunks(shape, resolved, ModelOptions(**model_options))
     with torch.no_grad():
         for parameter in (parameter for model in models for parameter in model.parameters()):
             parameter.fill_(0.1)
     chunks = wrap_for_data_parallel(models)
-    optimizer = build_optimizer(chunks, OptimizerSettings())
+    optimizer = build_optimizer(chunks, OptimizerSettings(optimizer=optimizer_name))
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
         parameter.main_grad.fill_(0.1)
     for chunk in chunks:
@@ -123,7 +125,7 @@ def _held(shape: Any, resolved: Any, options: dict[str, Any]) -> dict[str, Any]:
     moments = master = 0
     for part in optimizer.chained_optimizers:
         for parameter, state in part.optimizer.state.items():
-            moments += sum(state[name].nbytes for name in ("exp_avg", "exp_avg_sq"))
+            moments += sum(value.nbytes for name, value in state.items() if name != "step")
             master += 0 if parameter.untyped_storage()._cdata in weights else parameter.nbytes
     return {
         "weights": sum(buffer.param_data.nbytes for buffer in buffers),

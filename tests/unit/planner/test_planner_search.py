@@ -16,6 +16,7 @@ from mcore_qwen3.planner.gpus import find_gpu
 from mcore_qwen3.planner.layout_words import layout_words, read_layout
 from mcore_qwen3.planner.memory import GIB, Account, heaviest_account, stage_account
 from mcore_qwen3.planner.models import find_model
+from mcore_qwen3.planner.optimizers import best_of, fewest_of, lightest_of
 from mcore_qwen3.planner.search import Plan, Search, for_layout, pipeline_cuts, sizes
 from mcore_qwen3.planner.settings import Settings
 from mcore_qwen3.planner.step_time import estimate_step
@@ -106,6 +107,25 @@ def test_few_accounts_are_made_for_a_thousand_gpus(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("mcore_qwen3.planner.search.heaviest_account", count)
     assert len(look.best(1024, 10)) == 10
     assert costed < choices / 8, (costed, choices)
+
+
+def test_several_optimizers_are_one_table() -> None:
+    """The best of each TP, CP, PP, EP and expert-TP over all searches, what fits with room first."""
+    plain = search("30B-A3B")
+    host = replace(
+        plain, settings=replace(plain.settings, optimizer_offload_fraction=1.0), optimizer=("in host memory", {})
+    )
+    plans = best_of([plain, host], 8, 10)
+    one_by_one = [plan for look in (plain, host) for plan in look.best(8, 1000)]
+    best = {sizes(plan.layout): (plan.at_the_edge(plain.gpu), plan.step.seconds) for plan in plans}
+    for plan in one_by_one:
+        place = (plan.at_the_edge(plain.gpu), plan.step.seconds)
+        assert place >= best.get(sizes(plan.layout), max(best.values()))
+    assert {plan.optimizer[0] for plan in one_by_one} == {"as given", "in host memory"}
+    assert list(best.values()) == sorted(best.values()) and len(best) == len(plans) == 10
+    assert fewest_of([plain, host], 64) == host.fewest_gpus(64) == 4 and plain.fewest_gpus(64) == 8
+    lightest = lightest_of([plain, host], 4)
+    assert lightest is not None and lightest.optimizer[0] == "in host memory"
 
 
 def test_what_fits_only_just_comes_last() -> None:
