@@ -40,6 +40,13 @@ def check_numerics_device(config: RunConfig, layout: ParallelLayout, device: str
                 seen=f"--{name} true, --no_save_optim false",
                 fix=f"--no_save_optim true (the run then continues with moments at zero), or --{name} false",
             )
+    if flags.tp_comm_overlap and not (layout.tensor > 1 and layout.sequence_parallel and config.data.packing):
+        on = {True: "on", False: "off"}
+        raise ConfigError(
+            "tp_comm_overlap needs TP above 1, sequence parallel, and packed rows, which all have one size",
+            seen=f"TP {layout.tensor}, sequence parallel {on[layout.sequence_parallel]}, packing {on[config.data.packing]}",
+            fix="--sequence_parallel true --packing true with TP above 1, or --tp_comm_overlap false",
+        )
     if flags.fp8_format:
         _check_fp8(config, layout)
 

@@ -14,7 +14,13 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import ChainedOptimizer
 
 from mcore_qwen3.cli.estimate import run_settings
-from mcore_qwen3.cli.rank_settings import data_parallel_settings, freezing, model_options, optimizer_settings
+from mcore_qwen3.cli.rank_settings import (
+    data_parallel_settings,
+    freezing,
+    model_options,
+    optimizer_settings,
+    userbuffer_sizes,
+)
 from mcore_qwen3.cli.resolve import ResolvedRun, train_iters
 from mcore_qwen3.config import freezes, to_flat_dict, to_yaml
 from mcore_qwen3.converters import (
@@ -32,6 +38,7 @@ from mcore_qwen3.data.prepare import Prepared
 from mcore_qwen3.data.template import load_tokenizer
 from mcore_qwen3.model.build import build_chunks
 from mcore_qwen3.model.provider import choose_modules
+from mcore_qwen3.model.userbuffers import start_userbuffers
 from mcore_qwen3.model.weights import read_weights
 from mcore_qwen3.planner.device_peak import peak_tflops
 from mcore_qwen3.planner.memory import GIB, HIGH, LOW, heaviest_account
@@ -63,6 +70,8 @@ def build(run: ResolvedRun, device: Device, say: Say) -> tuple[Chunks, ChainedOp
         NonFiniteError: a weight of the checkpoint is not finite.
     """
     options = model_options(run, device, say)
+    if options.tp_comm_overlap:
+        start_userbuffers(**userbuffer_sizes(run))
     models = build_chunks(run.shape, run.layout, options)
     with open_source(run.weights, run.shape) as source:
         for model in models:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+from mcore_qwen3.arch import row_multiple
 from mcore_qwen3.cli.resolve import ResolvedRun, train_iters
 from mcore_qwen3.config import RunConfig, decay_iters, learning_rate_factors, warmup_iters
 from mcore_qwen3.model.config import ModelOptions
@@ -37,6 +39,7 @@ def model_options(run: ResolvedRun, device: Device, say: Say) -> ModelOptions:
         moe_pad_expert_input_to_capacity=flags.moe_pad_expert_input_to_capacity,
         moe_token_drop_policy=flags.moe_token_drop_policy,
         moe_token_dispatcher_type=flags.moe_token_dispatcher_type,
+        tp_comm_overlap=numerics.tp_comm_overlap,
         moe_flex_dispatcher_backend=numerics.moe_flex_dispatcher_backend,
         moe_permute_fusion=numerics.moe_permute_fusion,
         cross_entropy_loss_fusion=flags.cross_entropy_loss_fusion,
@@ -48,6 +51,20 @@ def model_options(run: ResolvedRun, device: Device, say: Say) -> ModelOptions:
         recompute_method=flags.recompute_method,
         recompute_num_layers=flags.recompute_num_layers,
     )
+
+
+def userbuffer_sizes(run: ResolvedRun) -> dict[str, Any]:
+    """What `start_userbuffers` takes; rows are packed, so every micro-batch has this many tokens."""
+    layout, config = run.layout, run.config
+    multiple = row_multiple(layout.tensor, layout.sequence_parallel, layout.context)
+    assert config.data.max_length is not None, "resolve() fills max_length in"
+    row = -(-config.data.max_length // multiple) * multiple
+    return {
+        "tokens": row * config.train.micro_batch_size // layout.context,
+        "hidden_size": run.shape.hidden_size,
+        "tensor": layout.tensor,
+        "fp8": config.numerics.fp8_format is not None,
+    }
 
 
 def data_parallel_settings(config: RunConfig) -> DataParallelSettings:

@@ -18,6 +18,9 @@ class NumericsFlags:
     overlap_param_gather: bool = flag(
         False, "gather updated parameters while the forward pass goes on; needs overlap_grad_reduce"
     )
+    tp_comm_overlap: bool = flag(
+        False, "send tensor-parallel messages beside products (GPU with transformer-engine, TP above 1, packed rows)"
+    )
     use_precision_aware_optimizer: bool = flag(
         False, "let the dtypes below be other than fp32 (GPU with transformer-engine)"
     )
@@ -52,6 +55,7 @@ class NumericsFlags:
 
 # Options of transformer-engine's modules: flag -> value that asks for nothing.
 _OF_TRANSFORMER_ENGINE = {
+    "tp_comm_overlap": False,
     "use_precision_aware_optimizer": False,
     "fp8_format": None,
     "cross_entropy_fusion_impl": "native",

@@ -35,6 +35,7 @@ class ModelOptions:
     moe_pad_expert_input_to_capacity: bool = False
     moe_token_drop_policy: str = "probs"
     moe_token_dispatcher_type: str = "alltoall"
+    tp_comm_overlap: bool = False
     moe_flex_dispatcher_backend: str = "deepep"
     moe_permute_fusion: bool = False
     cross_entropy_loss_fusion: bool = True
@@ -133,6 +134,7 @@ def transformer_config(shape: ModelShape, layout: ParallelLayout, options: Model
         pipeline_dtype=options.params_dtype,
         bf16=options.bf16,
         **_layout_settings(layout),
+        tp_comm_overlap=options.tp_comm_overlap,
         calculate_per_token_loss=True,
         # An interleaved schedule on GPUs overlaps its sends, as Megatron wants it; gloo has no batched send and receive.
         overlap_p2p_comm=options.on_cuda and layout.virtual_pipeline > 1,

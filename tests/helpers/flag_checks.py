@@ -77,3 +77,24 @@ def megatron_fields(model_dir: str, words: list[str], world_size: int = 1) -> di
 def _plain(value: Any) -> Any:
     """What can be sent to the test's own process and compared there."""
     return value if isinstance(value, bool | int | float | str | tuple | None) else str(value)
+
+
+def userbuffers_asked_for(model_dir: str, words: list[str], world_size: int) -> dict[str, Any]:
+    """What transformer-engine's `initialize_ub` is called with."""
+    from mcore_qwen3.arch import read_model_shape
+    from mcore_qwen3.cli.rank_settings import userbuffer_sizes
+    from mcore_qwen3.cli.resolve import layout_of
+    from mcore_qwen3.config import parse_args
+    from mcore_qwen3.model.userbuffers import start_userbuffers
+
+    argv = ["--load", model_dir, "--dataset", "a.jsonl", "--train_iters", "10", *words]
+    config, shape = parse_args(argv, "sft").config, read_model_shape(model_dir)
+    run: Any = SimpleNamespace(config=config, shape=shape, layout=layout_of(config, world_size, shape))
+    told: dict[str, Any] = {}
+    engine = ModuleType("transformer_engine.pytorch")
+    engine.initialize_ub = lambda **asked: told.update(asked)  # type: ignore[attr-defined]
+    engine.UserBufferQuantizationMode = SimpleNamespace(FP8="fp8", NONE="none")  # type: ignore[attr-defined]
+    parent = ModuleType("transformer_engine")
+    with mock.patch.dict(sys.modules, {"transformer_engine": parent, "transformer_engine.pytorch": engine}):
+        start_userbuffers(**userbuffer_sizes(run))
+    return told

@@ -315,6 +315,7 @@ def loop_story(
 
     def step(model: Any, optimizer: Any, batch: Any, lr: float, weight_decay: float) -> StepResult:
         story.append(f"step lr {lr:.1f}")
+        assert lr + weight_decay == 10.0, "one falls as the other rises"
         number = len([line for line in story if line.startswith("step")])
         if number == stop_at:
             stop.set(signal.SIGTERM)
@@ -327,7 +328,7 @@ def loop_story(
         chunks=None,  # type: ignore[arg-type]
         optimizer=object(),  # type: ignore[arg-type]
         schedule=LearningRate(lr=10.0, min_lr=0.0, style="linear", warmup_iters=0, decay_iters=10),
-        weight_decay=WeightDecay(start=0.1, end=0.1),
+        weight_decay=WeightDecay(start=0.0, end=10.0, style="linear", iters=10),
         batches=iter([batch] * train_iters),  # type: ignore[list-item]
         evaluation=lambda: iter([batch, batch]),  # type: ignore[list-item]
         saver=_NotingSaver(story, stop, stop_in_save),  # type: ignore[arg-type]
@@ -335,17 +336,13 @@ def loop_story(
         log=TrainLog(Path(directory), run_facts(train_iters), 1, active=False, start_iteration=0),
     )
     plan = loop.Plan(
-        train_iters=train_iters,
-        global_batch_size=4,
-        eval_interval=eval_interval,
-        save_interval=save_interval,
-        save_optimizer=stop_at > 0,
-        eval_on_start=eval_on_start,
-        max_skipped_iters=0,
-        metric_for_best_model="",
+        train_iters=train_iters, global_batch_size=4, eval_interval=eval_interval, save_interval=save_interval,
+        save_optimizer=stop_at > 0, eval_on_start=eval_on_start, max_skipped_iters=0, metric_for_best_model="",
         greater_is_better=False,
-    )
-    replaced: dict[str, Callable] = {"train_step": step, "check_weights": lambda chunks, fix: None}
+    )  # fmt: skip
+    whole: list[bool] = []  # gathered weights, which are looked at and saved
+    replaced: dict[str, Callable] = {"train_step": step, "gather_parameters": lambda chunks: whole.append(True)}
+    replaced["check_weights"] = lambda chunks, fix: whole.pop()
     replaced["evaluate_step"] = lambda chunks, batch: story.append("evaluate") or EvalSums(3.0, 2, 1)
     with mock.patch.multiple(loop, **replaced):
         try:

@@ -70,6 +70,36 @@ def test_b52_the_checkpoints_schedule_when_asked_for(site: Site) -> None:
         site.run(use_checkpoint_opt_param_scheduler="true")
 
 
+def test_the_checkpoints_schedule_of_weight_decay_and_wsd(site: Site) -> None:
+    file = site.iteration / "run_config.yaml"
+    ours = {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1, "end_weight_decay": 0.2}
+    wsd = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 3, "lr_wsd_decay_style": "linear"}
+    given = site.run(**ours, **wsd, lr_warmup_init=1e-6, lr_warmup_iters=2).config
+    assert site.run(use_checkpoint_opt_param_scheduler="true", **ours).config.optim.start_weight_decay is None
+    file.write_text(to_yaml(given), encoding="utf-8")
+    optim = site.run(use_checkpoint_opt_param_scheduler="true").config.optim
+    assert {name: getattr(optim, name) for name in ours | wsd} == ours | wsd
+    assert (optim.lr_warmup_init, optim.lr_warmup_iters) == (1e-6, 2)
+    # An older checkpoint does not have them: it was written when there was nothing but their defaults.
+    lines = [line for line in file.read_text().splitlines() if "wsd" not in line and "weight_decay_" not in line]
+    file.write_text("\n".join(line for line in lines if "_weight_decay" not in line), encoding="utf-8")
+    optim = site.run(use_checkpoint_opt_param_scheduler="true", **ours).config.optim
+    assert (optim.weight_decay_incr_style, optim.start_weight_decay, optim.lr_wsd_decay_iters) == (
+        "constant",
+        None,
+        None,
+    )
+
+
+def test_a_run_keeps_its_optimizer(site: Site) -> None:
+    with pytest.raises(ConfigError, match=r"the optimizer that it began with; seen: adam in .*--optimizer sgd here"):
+        site.run(optimizer="sgd")
+    assert site.run(optimizer="sgd", no_load_optim="true").resume is not None
+    (site.iteration / "run_config.yaml").write_text("lr: 1e-5")  # written before there was another
+    with pytest.raises(ConfigError, match="the optimizer that it began with"):
+        site.run(optimizer="sgd")
+
+
 def test_more_steps_stretch_the_decay_and_that_is_said(site: Site) -> None:
     notes = [note for note in site.run(train_iters=20).notes if "run to continue" in note]
     assert notes == ["lr_decay_iters is 20, in the run to continue it was 10: 20 is used"]

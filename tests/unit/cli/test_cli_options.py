@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import model_config
-from helpers.flag_checks import megatron_fields
+from helpers.flag_checks import megatron_fields, userbuffers_asked_for
 from helpers.ranks import pool
 
 from mcore_qwen3.cli.resolve import resolve
@@ -22,6 +22,7 @@ FLEX = "--moe_token_dispatcher_type flex"
 REACHES: dict[str, dict[str, Any]] = {
     "--overlap_grad_reduce true": {f"{DDP}.overlap_grad_reduce": True},
     "--overlap_grad_reduce true --overlap_param_gather true": {f"{DDP}.overlap_param_gather": True},
+    "--tp_comm_overlap true": {f"{MODEL}.tp_comm_overlap": True},
     PRECISE: {f"{OPTIMIZER}.use_precision_aware_optimizer": True},
     f"{PRECISE} --main_grads_dtype bf16": {
         f"{OPTIMIZER}.main_grads_dtype": "torch.bfloat16",
@@ -98,6 +99,14 @@ def test_an_option_reaches_megatron(words: str, moe: Path) -> None:
     assert [name for name, value in REACHES[words].items() if before[name] == value] == []
 
 
+def test_userbuffers_have_the_size_of_a_micro_batch(moe: Path) -> None:
+    words = "--tp_comm_overlap true --packing true --max_length 102 --micro_batch_size 3 --fp8_format hybrid"
+    layout = "--tensor_model_parallel_size 2 --context_parallel_size 2"
+    told = pool(1).run(userbuffers_asked_for, model_dir=str(moe), words=f"{words} {layout}".split(), world_size=4)[0]
+    # 102 tokens become 104, a multiple of CP x TP; each context-parallel rank has half of the three rows.
+    assert told == {"shape": [156, 32], "tp_size": 2, "quantization_modes": ["fp8"], "bootstrap_backend": "nccl"}
+
+
 def refused(moe: Path, words: str, *, world_size: int = 2, device: str = "cuda") -> str:
     argv = ["--load", str(moe), "--dataset", "a.jsonl", "--train_iters", "10", "--dry_run", "true"]
     with pytest.raises(ConfigError) as caught:
@@ -138,6 +147,7 @@ def test_values_that_cannot_go_together_are_refused(words: str, moe: Path) -> No
 ON_CPU = {
     f"{PRECISE} --no_save_optim true": "--use_precision_aware_optimizer true; device cpu",
     "--fp8_format hybrid": "--fp8_format hybrid; device cpu",
+    "--tp_comm_overlap true": "--tp_comm_overlap true; device cpu",
     "--cross_entropy_fusion_impl te": "--cross_entropy_fusion_impl te; device cpu",
     "--moe_permute_fusion true": "--moe_permute_fusion true; device cpu",
     "--optimizer_cpu_offload true --no_save_optim true": "moves state from a GPU to host memory",
@@ -153,6 +163,8 @@ def test_what_needs_a_gpu_is_refused_on_cpu(words: str, moe: Path) -> None:
 WITH_TE = {
     "--fp8_format hybrid --transformer_impl torch": "some options are transformer-engine's own",
     "--fp8_format hybrid --bf16 false": "are for bf16 runs",
+    "--tp_comm_overlap true --packing true": "seen: TP 1, sequence parallel off, packing on",
+    "--tp_comm_overlap true --tensor_model_parallel_size 2": "seen: TP 2, sequence parallel on, packing off",
     f"{PRECISE} --bf16 false": "are for bf16 runs",
     PRECISE: "the optimizer state of use_precision_aware_optimizer cannot be saved here",
     "--optimizer_cpu_offload true": "the optimizer state of optimizer_cpu_offload cannot be saved here",

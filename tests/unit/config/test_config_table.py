@@ -114,6 +114,7 @@ DEFAULTS: dict[str, tuple[object, ...]] = {
     "trainable_parameters_regex": (None,),
     "overlap_grad_reduce": (False,),
     "overlap_param_gather": (False,),
+    "tp_comm_overlap": (False,),
     "use_precision_aware_optimizer": (False,),
     "main_grads_dtype": ("fp32",),
     "main_params_dtype": ("fp32",),

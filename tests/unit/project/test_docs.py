@@ -19,8 +19,11 @@ PAGES = [
     "docs/convert.md",
     "docs/layouts.md",
     "docs/data.md",
+    "docs/gpu-flags.md",
     "docs/guards.md",
     "docs/how-many-gpus.md",
+    "docs/log.md",
+    "docs/optimizers.md",
     "docs/differences-from-ms-swift.md",
     "docs/numbers.md",
     "docs/planner.md",
@@ -69,6 +72,23 @@ def test_the_file_map_names_every_package(repo_root: Path) -> None:
     block = read(repo_root, "README.md").split("## Where things are")[1].split("```")[1]
     named = set(re.findall(r"^  ([\w]+)/", block, flags=re.MULTILINE))
     assert named == {path.parent.name for path in (repo_root / "mcore_qwen3").glob("*/__init__.py")}
+
+
+@pytest.mark.parametrize("page", ["docs/gpu-flags.md", "docs/log.md", "docs/optimizers.md"])
+def test_flags_that_are_named_are_flags(page: str, repo_root: Path) -> None:
+    """Those of our command line stand in backquotes with their dashes."""
+    named = set(re.findall(r"--(\w+)", " ".join(re.findall(r"`([^`]+)`", read(repo_root, page)))))
+    assert len(named) >= 10
+    assert named - {flag.name for flag in iter_flags()} - ALIASES.keys() == set()
+
+
+def test_words_for_published_runs_parse(repo_root: Path) -> None:
+    """A cell of the column `here` that is nothing but flags is what a command line takes."""
+    rows = table(read(repo_root, "docs/gpu-flags.md"), "Published runs")
+    cells = [cell for row in rows for cell in row[3].split(", or ") if cell.startswith("--") and " " in cell]
+    assert len(cells) >= 10
+    for cell in cells:
+        parse_args([*["--load", "m", "--dataset", "a", "--train_iters", "10"], *cell.split()], "sft")
 
 
 @pytest.mark.parametrize("page", PAGES)

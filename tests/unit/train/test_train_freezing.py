@@ -188,7 +188,5 @@ def test_state_of_a_run_that_trained_all_serves_one_that_freezes_some(model: tup
     for key, _, starts, values in moments:
         stacked = key.replace("decoder.layers.1.", "decoder.layers.")
         torch.testing.assert_close(values[None], of_all[stacked, (1, *starts)], rtol=0, atol=0)
-    with pytest.raises(
-        AssertionError, match=r"lacks optimizer state of a weight that is trained; seen: optimizer\.state"
-    ):
+    with pytest.raises(AssertionError, match="lacks optimizer state of a weight that is trained"):
         pool(1).run(train_with, **args, skip=1, resume=f"{tmp_path}/some/iter_0000001")
