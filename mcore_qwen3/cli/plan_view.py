@@ -19,8 +19,9 @@ from mcore_qwen3.planner.state import state_bytes
 from mcore_qwen3.planner.step_time import StepTime
 
 _STATE = ("weights", "gradients", "master weights", "moments")
+_KEPT = ("activations",)
 _COLUMNS = (
-    "#", "layout", "DP", "MBS", "recompute", "GiB", "range", "state", "other", "free",
+    "#", "layout", "DP", "MBS", "recompute", "GiB", "range", "state", "activations", "rest", "free",
     "s/step", "range", "tokens/s/GPU", "TFLOP/s", "bubble", "exposed",
 )  # fmt: skip
 _EXPOSED = ("tp_s", "ep_s", "cp_s", "pp_s", "dp_s")
@@ -40,7 +41,7 @@ def table_lines(plans: Sequence[Plan], gpu: Gpu) -> list[str]:
 
 def _row(number: int, plan: Plan, gpu: Gpu) -> tuple[str, ...]:
     account, step = plan.account, plan.step
-    state = sum(item.bytes for item in account.items if item.name in _STATE)
+    state, kept = (sum(item.bytes for item in account.items if item.name in names) for names in (_STATE, _KEPT))
     return (
         str(number),
         layout_words(plan.layout),
@@ -50,7 +51,8 @@ def _row(number: int, plan: Plan, gpu: Gpu) -> tuple[str, ...]:
         _gib(account.total),
         f"{_gib(account.low)}-{_gib(account.high)}" + ("!" if plan.at_the_edge(gpu) else ""),
         _gib(state),
-        _gib(account.total - state),
+        _gib(kept),
+        _gib(account.total - state - kept),
         f"{gpu.memory_gib - account.total / GIB:.1f}",
         _seconds(step.seconds),
         f"{_seconds(step.low)}-{_seconds(step.high)}",
