@@ -138,21 +138,11 @@ def write_rows() -> None:
 def training_command() -> tuple[dict[str, str], list[str]]:
     """Step 3: the command a user would type, as (environment variables, words after `megatron`)."""
     flags: dict[str, object] = {
-        "device": "cpu",
+        "config": "tiny-moe-sft",
         "load": MODEL,
         "dataset": ROWS,
         "data_cache_path": OUTPUT / "cache",
-        "expert_model_parallel_size": RANKS,
-        "packing": "true",
-        "max_length": 384,
-        "micro_batch_size": 1,
-        "global_batch_size": 2,
         "train_iters": STEPS,
-        "lr": 3e-3,
-        "min_lr": 3e-4,
-        "lr_warmup_iters": 5,
-        "moe_aux_loss_coeff": 0.01,
-        "num_workers": 1,
         "save": RUN,
         "save_interval": STEPS,
         "save_hf": "true",

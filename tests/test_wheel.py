@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from helpers.scripts import load_script
 
 import mcore_qwen3
 
@@ -48,13 +50,13 @@ def pip(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def run_installed(site: Path, cwd: Path, *command: str) -> subprocess.CompletedProcess[str]:
+def run_installed(site: Path, cwd: Path, *command: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run a command that can import the wheel and the libraries, and cannot import the checkout.
 
     `-S` and `-P` keep the editable install's path hook and the current folder out of sys.path.
     """
     path = os.pathsep.join([str(site), sysconfig.get_path("purelib")])
-    environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "120"}
+    environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "120", **environ}
     full = [sys.executable, "-S", "-P", *command]
     return subprocess.run(full, cwd=cwd, env=environment, capture_output=True, text=True, timeout=55)
 
@@ -92,3 +94,14 @@ def test_the_megatron_script_runs_outside_the_checkout(site: Path, tmp_path: Pat
     done = run_installed(site, tmp_path, str(script), "sft", "--help")
     assert done.returncode == 0, done.stderr
     assert "--tensor_model_parallel_size" in done.stdout
+
+
+def test_a_configuration_by_name_outside_the_checkout(site: Path, tmp_path: Path, repo_root: Path) -> None:
+    (tmp_path / "model").mkdir()
+    shape = load_script(repo_root / "examples" / "quickstart.py").SHAPE
+    (tmp_path / "model" / "config.json").write_text(json.dumps(shape))
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    words = ["sft", "--config", "tiny-moe-sft", "--load", "model", "--dataset", "rows.jsonl", "--train_iters", "2"]
+    done = run_installed(site, tmp_path, "-m", "mcore_qwen3", *words, "--dry_run", NPROC_PER_NODE="2")
+    assert done.returncode == 0, done.stderr
+    assert "expert_model_parallel_size: 2" in done.stdout and "nothing was started" in done.stdout

@@ -94,12 +94,12 @@ class ModelShape:
     @property
     def is_moe(self) -> bool:
         """Whether any layer has experts."""
-        return any(self.moe_layers)
+        return self.num_experts > 0
 
     @property
     def is_mixed(self) -> bool:
         """Whether some layers have experts and some do not."""
-        return self.is_moe and not all(self.moe_layers)
+        return self.is_moe and False in self.moe_layers
 
     def check_router(self) -> None:
         """Refuse a model that can be converted but not run.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
-from mcore_qwen3.arch import NOT_COUNTED, ParallelLayout, RankState, heaviest_stage, rank_state
+from mcore_qwen3.arch import ParallelLayout
+from mcore_qwen3.cli.estimate import expected_modules, memory_lines, run_settings
 from mcore_qwen3.cli.resolve import ResolvedRun
 from mcore_qwen3.cli.run_lines import plan_lines
 from mcore_qwen3.config import RunConfig, to_flat_dict
-
-_GIB = 1024**3
+from mcore_qwen3.planner.memory import GIB
+from mcore_qwen3.planner.state import StateBytes, state_bytes
 
 
 def dry_run_lines(run: ResolvedRun, data_files: Sequence[str]) -> list[str]:
@@ -30,6 +32,8 @@ def dry_run_lines(run: ResolvedRun, data_files: Sequence[str]) -> list[str]:
         f"  layers per stage: {run.layout.stages_text()}",
         "",
         *_state_lines(run),
+        "",
+        *memory_lines(run),
         "",
         "data files (not prepared):",
         *(f"  {name}" for name in data_files),
@@ -58,24 +62,27 @@ def _groups(layout: ParallelLayout) -> list[tuple[str, int]]:
 
 
 def _state_lines(run: ResolvedRun) -> Iterator[str]:
-    yield f"state per rank ({NOT_COUNTED}):"
-    for stage in range(run.layout.pipeline):
-        state = rank_state(run.shape, run.layout, stage, bf16=bool(run.config.model.bf16))
+    """Parameters and exact bytes of each stage; neighbours that hold the same stand together."""
+    settings = run_settings(run, expected_modules(run.config))
+    yield "state per rank, the padding of gradient buffers included:"
+    stages = range(run.layout.pipeline)
+    states = ((sum(run.layout.stages[stage]), state_bytes(run.shape, run.layout, settings, stage)) for stage in stages)
+    for (layers, state), same in itertools.groupby(zip(stages, states, strict=True), key=lambda pair: pair[1]):
+        numbers = [stage for stage, _ in same]
+        name = f"stage {numbers[0]}" if len(numbers) == 1 else f"stages {numbers[0]} to {numbers[-1]}"
         yield (
-            f"  stage {stage}: {state.layers} layers, {state.parameters:,} parameters "
+            f"  {name}: {layers} layers, {state.parameters:,} parameters "
             f"({state.dense:,} dense, {state.experts:,} in experts)"
         )
-        yield from (f"    {name:<10} {size:>18,} bytes = {size / _GIB:.2f} GiB" for name, size in _bytes(state))
-    if run.layout.pipeline > 1:
-        number, state = heaviest_stage(run.shape, run.layout, bf16=bool(run.config.model.bf16))
-        yield f"  heaviest: stage {number}, {state.parameters:,} parameters, {state.total_bytes / _GIB:.2f} GiB"
-    yield "  activations: not estimated"
+        yield from (f"    {name:<15} {size:>18,} bytes = {size / GIB:.2f} GiB" for name, size in _bytes(state))
 
 
-def _bytes(state: RankState) -> list[tuple[str, int]]:
-    return [
-        ("weights", state.weight_bytes),
-        ("gradients", state.gradient_bytes),
-        ("optimizer", state.optimizer_bytes),
-        ("sum", state.total_bytes),
+def _bytes(state: StateBytes) -> list[tuple[str, int]]:
+    parts = [
+        ("weights", state.weights),
+        ("gradients", state.gradients),
+        ("master weights", state.master_weights),
+        ("moments", state.moments),
+        ("sum", state.total),
     ]
+    return [(name, size) for name, size in parts if size]

@@ -8,7 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from mcore_qwen3.arch import ModelShape, ParallelLayout, count_parameters, iteration_directory, resolve_layout
-from mcore_qwen3.cli.plan_view import command_text, explain_lines, plan_record, run_flags, table_lines, yaml_text
+from mcore_qwen3.cli.estimate import expected_modules, not_counted
+from mcore_qwen3.cli.plan_view import (
+    command_text,
+    explain_lines,
+    host_lines,
+    plan_record,
+    run_flags,
+    table_lines,
+    yaml_text,
+)
 from mcore_qwen3.cli.resolve import layout_of
 from mcore_qwen3.config import PLAN, Command, Parsed, PlanConfig, RunConfig, parse_command, to_flat_dict, with_values
 from mcore_qwen3.errors import ConfigError
@@ -16,6 +25,7 @@ from mcore_qwen3.planner.calibration import Calibration, load_calibration
 from mcore_qwen3.planner.gpus import Gpu, find_gpu
 from mcore_qwen3.planner.layout_words import read_layout
 from mcore_qwen3.planner.models import find_model
+from mcore_qwen3.planner.optimizers import best_of, choices, fewest_of, lightest_of
 from mcore_qwen3.planner.search import Search
 from mcore_qwen3.planner.settings import Settings, settings_of
 
@@ -29,28 +39,32 @@ def run(argv: list[str]) -> int:
     """The words after ``megatron plan`` -> exit code: 3 where nothing fits."""
     parsed = parse_command(argv, PLAN)
     config = parsed.config
-    search = make_search(parsed)
-    question = config.question
+    searches = make_searches(parsed)
+    search, question = searches[0], config.question
     if not question.json:
-        _say([*parsed.notes, *head_lines(search)])
+        _say([*parsed.notes, *head_lines(search), *not_counted(config)])
     if question.explain:
         return _explain(config, search)
-    gpus = _fewest_gpus(config, search) if question.min_gpus else config.cluster.gpus
+    gpus, roomy = _fewest_gpus(config, searches) if question.min_gpus else (config.cluster.gpus, None)
     assert gpus is not None, "parsing has refused a plan without gpus and min_gpus"
     _check_whole_nodes(gpus, search.gpu)
-    plans = search.best(gpus, SHOWN)
+    plans = best_of(searches, gpus, SHOWN)
     if not plans:
-        return _nothing_fits(config, search, gpus)
+        return _nothing_fits(config, searches, gpus)
     flags, trainable = run_flags(parsed, plans[0]), search.settings.train_type == "full"
     command = command_text(flags, search.gpu, gpus) if trainable else None
     if question.output:
         _write(Path(question.output), yaml_text(flags, search, plans[0]))
     if question.json:
         record = {"gpus": gpus, "gpu": search.gpu.name, "command": command}
+        record |= {"gpus_with_room": roomy} if question.min_gpus else {}
         _say([json.dumps(record | {"plans": [plan_record(plan, search.gpu) for plan in plans]}, indent=2)])
         return 0
+    if question.min_gpus:
+        room = f"{roomy} GPUs" if roomy else f"no number up to {config.cluster.gpus or MOST_GPUS} GPUs"
+        _say([f"{gpus} GPUs are the fewest that fit; with the whole range of the estimate in memory: {room}", ""])
     _say([f"{gpus} GPUs, the fastest that fit, one line for each TP, CP, PP, EP and ETP:", ""])
-    _say([*table_lines(plans, search.gpu), ""])
+    _say([*table_lines(plans, search.gpu), *host_lines(plans[0], search), ""])
     if command is None:
         _say(["no command: training adapters is not there yet"])
         return 0
@@ -76,8 +90,8 @@ def _write(file: Path, text: str) -> None:
         raise ConfigError("--output is a file that can be written", seen=error, fix="another path") from None
 
 
-def make_search(parsed: Parsed[PlanConfig]) -> Search:
-    """What is searched: the model, the GPU, and the flags that the user has fixed."""
+def make_searches(parsed: Parsed[PlanConfig]) -> list[Search]:
+    """What is searched: the model, the GPU, and the flags that the user has fixed; one search for each optimizer."""
     config = parsed.config
     shape = find_model(str(config.model.load))
     cluster = config.cluster
@@ -89,15 +103,20 @@ def make_search(parsed: Parsed[PlanConfig]) -> Search:
         inter_bw=cluster.inter_bw,
         gpus_per_node=cluster.gpus_per_node,
     )
-    calibration = _calibration(config, shape, gpu)
-    flat = to_flat_dict(config)
-    return Search(
-        shape=shape,
-        gpu=gpu,
-        settings=_settings(config, planned_run(config, shape), resolve_layout(1, shape=shape), calibration),
-        fixed={name: flat[name] for name in parsed.explicit},
-        calibration=calibration,
-    )
+    calibration, flat = _calibration(config, shape, gpu), to_flat_dict(config)
+    run, whole = planned_run(config, shape), resolve_layout(1, shape=shape)
+    searches = [
+        Search(
+            shape=shape,
+            gpu=gpu,
+            settings=_settings(config, with_values(run, flags), whole, calibration),
+            fixed={name: flat[name] for name in parsed.explicit},
+            calibration=calibration,
+            optimizer=(name, flags),
+        )
+        for name, flags in choices(flat, parsed.explicit)
+    ]
+    return searches if config.question.search_optimizer else searches[:1]
 
 
 def _calibration(config: PlanConfig, shape: ModelShape, gpu: Gpu) -> Calibration:
@@ -109,8 +128,7 @@ def _calibration(config: PlanConfig, shape: ModelShape, gpu: Gpu) -> Calibration
     log = Path(config.assumptions.calibrate)
     own = _own_run(log)
     layout = layout_of(own, world_size(log), shape)
-    settings = settings_of(own, layout, modules=_modules(own), on_cuda=True)
-    settings = replace(settings, moe_imbalance=load_calibration().natural_imbalance)
+    settings = settings_of(own, layout, modules=expected_modules(own), on_cuda=True)
     return calibrate([run_of_log(log, shape=shape, layout=layout, settings=settings, gpu=gpu)])
 
 
@@ -134,7 +152,7 @@ def planned_run(config: PlanConfig, shape: ModelShape) -> RunConfig:
 
 
 def _settings(config: PlanConfig, run: RunConfig, layout: ParallelLayout, calibration: Calibration) -> Settings:
-    assumed, settings = config.assumptions, settings_of(run, layout, modules=_modules(run), on_cuda=True)
+    assumed, settings = config.assumptions, settings_of(run, layout, modules=expected_modules(run), on_cuda=True)
     return replace(
         settings,
         effective_length=float(assumed.effective_length or settings.effective_length),
@@ -142,11 +160,6 @@ def _settings(config: PlanConfig, run: RunConfig, layout: ParallelLayout, calibr
         train_type=assumed.train_type,
         lora_rank=assumed.lora_rank,
     )
-
-
-def _modules(run: RunConfig) -> str:
-    """transformer-engine's on a GPU, unless the user has chosen."""
-    return "torch" if run.model.transformer_impl == "torch" else "transformer_engine"
 
 
 def head_lines(search: Search) -> list[str]:
@@ -163,20 +176,21 @@ def head_lines(search: Search) -> list[str]:
     ]
 
 
-def _fewest_gpus(config: PlanConfig, search: Search) -> int:
+def _fewest_gpus(config: PlanConfig, searches: Sequence[Search]) -> tuple[int, int | None]:
+    """The fewest GPUs whose memory the middle of an estimate fits, and the fewest that hold its whole range."""
     limit = config.cluster.gpus or MOST_GPUS
-    gpus = search.fewest_gpus(limit)
+    gpus = fewest_of(searches, limit)
     if gpus is None:
         raise ConfigError(
             "no number of GPUs up to the limit holds the model with these flags",
-            seen=f"{limit} x {search.gpu.name}",
+            seen=f"{limit} x {searches[0].gpu.name}",
             fix="a GPU with more memory, a smaller --max_length, or fewer fixed flags",
         )
-    return gpus
+    return gpus, fewest_of(searches, limit, at_the_edge=False)
 
 
-def _nothing_fits(config: PlanConfig, search: Search, gpus: int) -> int:
-    lightest = search.lightest(gpus)
+def _nothing_fits(config: PlanConfig, searches: Sequence[Search], gpus: int) -> int:
+    search, lightest = searches[0], lightest_of(searches, gpus)
     if lightest is None:
         raise ConfigError(
             "no layout obeys all rules with these flags",

@@ -8,26 +8,31 @@ from typing import Any
 
 import yaml
 
+from mcore_qwen3.cli.estimate import account_lines
 from mcore_qwen3.config import Parsed, PlanConfig, RunConfig, to_flat_dict
 from mcore_qwen3.planner.gpus import Gpu
 from mcore_qwen3.planner.layout_words import layout_words
-from mcore_qwen3.planner.memory import GIB, Account, stage_account
+from mcore_qwen3.planner.memory import GIB, stage_account
 from mcore_qwen3.planner.models import load_name
 from mcore_qwen3.planner.search import Plan, Search
+from mcore_qwen3.planner.state import state_bytes
 from mcore_qwen3.planner.step_time import StepTime
 
 _STATE = ("weights", "gradients", "master weights", "moments")
+_KEPT = ("activations",)
 _COLUMNS = (
-    "#", "layout", "DP", "MBS", "recompute", "GiB", "range", "state", "other", "free",
+    "#", "layout", "DP", "MBS", "recompute", "GiB", "range", "state", "activations", "rest", "free",
     "s/step", "range", "tokens/s/GPU", "TFLOP/s", "bubble", "exposed",
 )  # fmt: skip
 _EXPOSED = ("tp_s", "ep_s", "cp_s", "pp_s", "dp_s")
 
 
 def table_lines(plans: Sequence[Plan], gpu: Gpu) -> list[str]:
-    """One line a plan, under a heading, in columns."""
-    rows = [_COLUMNS, *(_row(number, plan, gpu) for number, plan in enumerate(plans, 1))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    """One line a plan, under a heading, in columns; the optimizer's where they differ in it."""
+    rows: list[tuple[str, ...]] = [_COLUMNS, *(_row(number, plan, gpu) for number, plan in enumerate(plans, 1))]
+    if any(plan.optimizer[1] for plan in plans):
+        rows = [(*row, name) for row, name in zip(rows, ("optimizer", *(p.optimizer[0] for p in plans)), strict=True)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if any(plan.at_the_edge(gpu) for plan in plans):
         lines.append(f"! the upper end of the range is above the {gpu.memory_gib:g} GiB of the GPU")
@@ -36,7 +41,7 @@ def table_lines(plans: Sequence[Plan], gpu: Gpu) -> list[str]:
 
 def _row(number: int, plan: Plan, gpu: Gpu) -> tuple[str, ...]:
     account, step = plan.account, plan.step
-    state = sum(item.bytes for item in account.items if item.name in _STATE)
+    state, kept = (sum(item.bytes for item in account.items if item.name in names) for names in (_STATE, _KEPT))
     return (
         str(number),
         layout_words(plan.layout),
@@ -46,7 +51,8 @@ def _row(number: int, plan: Plan, gpu: Gpu) -> tuple[str, ...]:
         _gib(account.total),
         f"{_gib(account.low)}-{_gib(account.high)}" + ("!" if plan.at_the_edge(gpu) else ""),
         _gib(state),
-        _gib(account.total - state),
+        _gib(kept),
+        _gib(account.total - state - kept),
         f"{gpu.memory_gib - account.total / GIB:.1f}",
         _seconds(step.seconds),
         f"{_seconds(step.low)}-{_seconds(step.high)}",
@@ -73,17 +79,24 @@ def explain_lines(plan: Plan, search: Search) -> list[str]:
     accounts = [stage_account(search.shape, layout, plan.settings, stage) for stage in range(layout.pipeline)]
     for account in accounts:
         mark = "  <- heaviest" if account.stage == plan.account.stage else ""
-        lines += ["", f"stage {account.stage}: {_gib(account.total)} GiB{mark}", *_account_lines(account)]
+        lines += ["", f"stage {account.stage}: {_gib(account.total)} GiB{mark}"]
+        lines += [f"  {line}" for line in account_lines(account)]
     free = search.gpu.memory_gib - plan.account.total / GIB
     verdict = f"fits with {free:.1f} GiB free" if plan.fits(search.gpu) else f"does not fit: {-free:.1f} GiB too much"
     bounds = f"{_gib(plan.account.low)} to {_gib(plan.account.high)}"
     lines += ["", f"{search.gpu.name}: {verdict}; {bounds} GiB of {search.gpu.memory_gib:g} expected"]
+    lines += host_lines(plan, search)
     return [*lines, "", *_step_lines(plan.step)]
 
 
-def _account_lines(account: Account) -> Iterable[str]:
-    for item in (*account.items, *account.fitted):
-        yield f"  {item.name:<20} {_gib(item.bytes):>8} GiB  {item.source}"
+def host_lines(plan: Plan, search: Search) -> list[str]:
+    """What the optimizer of a plan takes of a node's memory, where it lies there."""
+    stages = range(plan.layout.pipeline)
+    largest = max(state_bytes(search.shape, plan.layout, plan.settings, stage).on_host for stage in stages)
+    if not largest:
+        return []
+    ranks = min(search.gpu.gpus_per_node, plan.layout.world_size)
+    return [f"host memory: at least {_gib(ranks * largest)} GiB a node for the optimizer, and as much again in copies"]
 
 
 def _step_lines(step: StepTime) -> Iterable[str]:
@@ -104,6 +117,7 @@ def plan_record(plan: Plan, gpu: Gpu) -> dict[str, Any]:
     return {
         "layout": layout_words(plan.layout),
         "flags": plan_flags(plan),
+        "optimizer": plan.optimizer[0],
         "data_parallel": plan.layout.data,
         "stage": account.stage,
         "memory_gib": {
@@ -146,6 +160,7 @@ def plan_flags(plan: Plan) -> dict[str, Any]:
             "recompute_method": settings.recompute_method or "uniform",
             "recompute_num_layers": settings.recompute_num_layers or 1,
         }
+    flags |= plan.optimizer[1]
     defaults = to_flat_dict(RunConfig())
     return {name: value for name, value in flags.items() if value != defaults[name]}
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import ChainedOptimizer
 
+from mcore_qwen3.cli.estimate import run_settings
 from mcore_qwen3.cli.rank_settings import (
     data_parallel_settings,
     freezing,
@@ -36,14 +37,17 @@ from mcore_qwen3.data.batches import StepBatch, eval_batches, largest_batch, tra
 from mcore_qwen3.data.prepare import Prepared
 from mcore_qwen3.data.template import load_tokenizer
 from mcore_qwen3.model.build import build_chunks
+from mcore_qwen3.model.provider import choose_modules
 from mcore_qwen3.model.userbuffers import start_userbuffers
 from mcore_qwen3.model.weights import read_weights
 from mcore_qwen3.planner.device_peak import peak_tflops
+from mcore_qwen3.planner.memory import GIB, HIGH, LOW, heaviest_account
 from mcore_qwen3.runtime.device import Device, device_name
 from mcore_qwen3.train.checkpoint import CheckpointWriter, SavedTensor
 from mcore_qwen3.train.dry_batch import dry_microbatches, run_dry_batch
 from mcore_qwen3.train.finite import check_weights
 from mcore_qwen3.train.freezing import freeze
+from mcore_qwen3.train.log import TrainLog
 from mcore_qwen3.train.loop import largest_memory
 from mcore_qwen3.train.optimizer import Chunks, build_optimizer, count_parameters, wrap_for_data_parallel
 from mcore_qwen3.train.optimizer_state import read_state
@@ -165,8 +169,11 @@ def profiler(run: ResolvedRun, device: Device) -> StepProfiler | None:
 
 def dry_batch(
     run: ResolvedRun, prepared: Prepared, device: Device, chunks: Chunks, optimizer: ChainedOptimizer, say: Say
-) -> None:
+) -> int:
     """Try the largest shape of the run before its first step, and say what it takes. Collective.
+
+    Returns:
+        Tokens of its rows.
 
     Raises:
         OutOfMemoryError: it does not fit on some rank.
@@ -175,6 +182,31 @@ def dry_batch(
     run_dry_batch(chunks, optimizer, batch)
     shape = f"{run.batch.micro_batch_size} x {batch.row_length:,} tokens"
     say(f"dry batch of the largest shape, {shape}: {largest_memory(device):.2f} GiB on the fullest rank")
+    return batch.row_length
+
+
+def tell_memory(run: ResolvedRun, device: Device, *, before: float, row_length: int, log: TrainLog, step: int) -> None:
+    """The run's peak beside the planner's estimate, printed and logged. Collective.
+
+    What can be compared: on a GPU what torch reserved, with the estimate less context and communicators, which torch does
+    not see; on CPU by how much the process outgrew its size before the model, with the estimate of tensors alone.
+
+    Args:
+        run, device: this rank's.
+        before: `memory_gib` of this rank before its model was built.
+        row_length: tokens of the longest rows.
+        log: where it is told.
+        step: the last finished step.
+    """
+    modules, _ = choose_modules(run.config.model.transformer_impl, device.is_cuda)
+    settings = run_settings(run, modules)
+    settings = replace(settings, row_length=row_length, effective_length=float(row_length))
+    account = heaviest_account(run.shape, run.layout, settings)
+    peak, middle = largest_memory(device, before), account.allocated / GIB
+    what = "reserved by torch" if device.is_cuda else "that the process grew by since before its model"
+    text = f"estimated {middle:.3f} GiB ({LOW * middle:.3f} to {HIGH * middle:.3f})"
+    text = f"peak memory of the fullest rank: {peak:.3f} GiB {what}; {text}"
+    log.event(step, "memory", text, peak_gib=peak, estimated_gib=middle, stage=account.stage)
 
 
 def evaluation(run: ResolvedRun, prepared: Prepared) -> Callable[[], Iterator[StepBatch]] | None:

@@ -16,7 +16,7 @@ from mcore_qwen3.data.prepare import Prepared
 from mcore_qwen3.errors import ConfigError
 from mcore_qwen3.launch import SUPERVISED, Heartbeat, log_to, on_stop_request, rank_main, restarted, started_at
 from mcore_qwen3.runtime import groups
-from mcore_qwen3.runtime.device import Device, choose_device, set_cuda_environment
+from mcore_qwen3.runtime.device import Device, choose_device, memory_gib, set_cuda_environment
 
 Say = Callable[[str], None]
 
@@ -93,8 +93,9 @@ def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> in
     stop = StopRequest(_time_limit(config))
     on_stop_request(stop.set)
     heartbeat = Heartbeat(enabled=config.launch.step_timeout > 0)
+    before = memory_gib(device)
     chunks, optimizer, state = parts.build(run, device, say)
-    parts.dry_batch(run, prepared, device, chunks, optimizer, say)
+    row_length = parts.dry_batch(run, prepared, device, chunks, optimizer, say)
     save = parts.save_root(run)
     total = train_iters(config)
     first = os.environ["RANK"] == "0"
@@ -143,6 +144,7 @@ def _train(run: ResolvedRun, prepared: Prepared, device: Device, say: Say) -> in
         stop,
     )
     heartbeat.enter("end")
+    parts.tell_memory(run, device, before=before, row_length=row_length, log=log, step=state.iteration)
     log.stopped(state)
     log.close()
     if state.stopped_by != "end":

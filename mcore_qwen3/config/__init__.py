@@ -2,24 +2,19 @@
 
 from mcore_qwen3.config.checks import check_schedule, decay_iters, greater_is_better, warmup_iters
 from mcore_qwen3.config.commands import (
-    DATA,
-    DOCTOR,
     COMPARE,
     DATA,
+    DOCTOR,
     EXPORT,
     HF2MCORE,
     MCORE2HF,
     PLAN,
+    REPORT,
     SUBMIT,
     TRAINING,
     VERIFY,
     ParsedRun,
     find_command,
-    parse_args,
-)
-    REPORT,
-    VERIFY,
-    ParsedRun,
     parse_args,
 )
 from mcore_qwen3.config.compare import CompareConfig, compared_run, idle_flags
@@ -44,9 +39,9 @@ __all__ = [
     "HF2MCORE",
     "MCORE2HF",
     "PLAN",
+    "REPORT",
     "SUBMIT",
     "TRAINING",
-    "REPORT",
     "VERIFY",
     "Command",
     "CompareConfig",

@@ -43,6 +43,9 @@ class QuestionFlags:
     """Question: what is answered, and how."""
 
     min_gpus: bool = flag(False, "find the fewest GPUs that fit instead")
+    search_optimizer: bool = flag(
+        False, "look at bf16 gradients and moments and at Adam in host memory too, whose state cannot be saved"
+    )
     explain: tuple[str, ...] = flag((), "the whole account of one layout, such as TP2 PP8 EP8 MBS1 full")
     json: bool = flag(False, "print JSON")
     output: str | None = flag(None, "write the YAML of the best layout to this file")
@@ -70,6 +73,8 @@ def check_plan(config: PlanConfig) -> None:
         raise ConfigError("megatron plan needs a number of GPUs, or has to find it", fix="--gpus N, or --min_gpus true")
     if question.explain and question.min_gpus:
         raise ConfigError("--explain has one layout on --gpus", seen="--min_gpus true", fix="drop one of the two")
+    if question.explain and question.search_optimizer:
+        raise ConfigError("--explain has one optimizer", seen="--search_optimizer true", fix="drop one of the two")
     if config.model.bf16 is False or config.launch.device == "cpu":
         seen = "--bf16 false" if config.model.bf16 is False else "--device cpu"
         raise ConfigError("plans are for bf16 on GPUs", seen=seen, fix="drop it; --dry_run true counts any run's state")

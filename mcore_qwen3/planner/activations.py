@@ -72,15 +72,7 @@ def tokens_of(shape: ModelShape, layout: ParallelLayout, settings: Settings) -> 
     row = settings.row_length * settings.micro_batch_size / layout.context
     sequence = row / layout.tensor if layout.sequence_parallel else row
     gathered = sequence * layout.expert_tensor
-    return Tokens(row, sequence, gathered * shape.moe_router_topk * expert_load(settings), gathered)
-
-
-def expert_load(settings: Settings) -> float:
-    """Rows that the heaviest rank's experts compute, as a multiple of an even share."""
-    factor = settings.moe_expert_capacity_factor
-    if factor is None:
-        return settings.moe_imbalance
-    return factor if settings.moe_pad_expert_input_to_capacity else min(settings.moe_imbalance, factor)
+    return Tokens(row, sequence, gathered * shape.moe_router_topk * settings.expert_load(layout), gathered)
 
 
 def sizes_of(shape: ModelShape, layout: ParallelLayout, settings: Settings, has_experts: bool) -> Sizes:
@@ -96,7 +88,7 @@ def sizes_of(shape: ModelShape, layout: ParallelLayout, settings: Settings, has_
         experts=shape.num_experts,
         top_k=shape.moe_router_topk,
         context=layout.context,
-        load=expert_load(settings),
+        load=settings.expert_load(layout),
     )
 
 

@@ -34,17 +34,19 @@ class ChunkBytes:
     backward: float
 
 
-def chunk_bytes(shape: ModelShape, layout: ParallelLayout, settings: Settings, stage: int, chunk: int) -> ChunkBytes:
-    """What the layers of one chunk, and the embedding or head where it has them, keep for one micro-batch.
+def stage_chunks(shape: ModelShape, layout: ParallelLayout, settings: Settings, stage: int) -> list[ChunkBytes]:
+    """What the layers of each chunk of a stage, and the embedding or head where it has them, keep for one micro-batch.
 
     Args:
         shape: the model.
         layout: a layout resolved for it.
         settings: the run's.
         stage: pipeline rank.
-        chunk: model chunk of the rank.
     """
-    return _chunk_bytes(shape, one_stage(layout), settings, chunk_kind(shape, layout, stage, chunk))
+    seen = one_stage(layout)
+    kinds = [chunk_kind(shape, layout, stage, chunk) for chunk in range(layout.virtual_pipeline)]
+    found = {kind: _chunk_bytes(shape, seen, settings, kind) for kind in set(kinds)}
+    return [found[kind] for kind in kinds]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +70,11 @@ def chunk_kind(shape: ModelShape, layout: ParallelLayout, stage: int, chunk: int
 
 @functools.lru_cache(maxsize=4096)
 def one_stage(layout: ParallelLayout) -> ParallelLayout:
-    """What a layer's activations see of a layout: TP, CP and expert-TP. Layouts that differ in the rest share a cache."""
+    """What a layer's activations see of a layout: TP, CP, expert-TP, and whether other ranks have experts too. Layouts that
+    differ in the rest share a cache."""
     whole = (sum(map(sum, layout.stages)),)
     return replace(
-        layout, world_size=1, pipeline=1, data=1, expert=1, expert_data=1, stages=(whole,), virtual_pipeline=1,
+        layout, world_size=1, pipeline=1, data=1, expert=min(layout.expert, 2), expert_data=1, stages=(whole,), virtual_pipeline=1,
         first_stage_layers=None, last_stage_layers=None, account_for_embedding=False, account_for_loss=False, pipeline_layout=None,
         notes=(),
     )  # fmt: skip

@@ -131,12 +131,10 @@ def recomputed(settings: Settings, layers: int, has_experts: bool) -> Recomputed
     )
 
 
-def received_share(settings: Settings) -> float:
-    """Tokens that the busiest rank's experts compute, as a multiple of an even share; a capacity cuts or pads it."""
-    capacity = settings.moe_expert_capacity_factor
-    if capacity is None:
-        return settings.moe_imbalance
-    return capacity if settings.moe_pad_expert_input_to_capacity else min(capacity, settings.moe_imbalance)
+def busiest_share(settings: Settings) -> float:
+    """How much longer experts and dispatch take than with an even share. No published run has EP 1, where the ranks' shares are
+    even: its experts are charged the same until one tells otherwise."""
+    return settings.within_capacity(settings.moe_imbalance)
 
 
 def layer_seconds(
@@ -157,7 +155,7 @@ def layer_seconds(
     back = 1 if frozen else 2  # frozen weights need no product for their own gradient
     flops = layer_flops(shape, has_experts, settings.effective_length)
     share = tokens / layout.tensor
-    received = received_share(settings) if has_experts else 1.0
+    received = busiest_share(settings) if has_experts else 1.0
     expert_tokens = tokens / layout.tensor * received
     launch = machine.calibration.expert_launch if has_experts else machine.calibration.dense_launch
     dense_products = (
@@ -231,7 +229,7 @@ def _dispatch(
         a_byte = (layout.expert - 1) / machine.ring(layout.expert, layout.expert_tensor)
     else:
         one_copy = kind == "flex"
-        a_byte = received_share(settings) * machine.all_to_all(layout, shape.moe_router_topk, one_copy_a_node=one_copy)
+        a_byte = busiest_share(settings) * machine.all_to_all(layout, shape.moe_router_topk, one_copy_a_node=one_copy)
     once = 2 * shape.hidden_size * own_tokens * a_byte
     return once * (4 + 2 * again.experts) * (1 - machine.calibration.hidden_dispatch)
 

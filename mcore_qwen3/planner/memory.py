@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from mcore_qwen3.arch import ModelShape, ParallelLayout, resolve_batch
 from mcore_qwen3.planner.activations import logit_values, tokens_of
-from mcore_qwen3.planner.chunks import chunk_bytes, in_flight
+from mcore_qwen3.planner.chunks import in_flight, stage_chunks
 from mcore_qwen3.planner.settings import Settings
 from mcore_qwen3.planner.state import state_bytes
 
@@ -51,6 +51,11 @@ class Account:
     def total(self) -> float:
         """Bytes that the rank is expected to use."""
         return self.formula + sum(item.bytes for item in self.fitted)
+
+    @property
+    def allocated(self) -> float:
+        """Bytes of the total that torch's allocator holds: context and communicators lie outside of it."""
+        return self.formula + sum(item.bytes for item in self.fitted if item.name == "fragmentation")
 
     @property
     def low(self) -> float:
@@ -125,7 +130,7 @@ def _activation_items(shape: ModelShape, layout: ParallelLayout, settings: Setti
     )
     tokens = tokens_of(shape, layout, settings)
     held = in_flight(layout, batch.num_microbatches, stage)
-    chunks = [chunk_bytes(shape, layout, settings, stage, chunk) for chunk in range(layout.virtual_pipeline)]
+    chunks = stage_chunks(shape, layout, settings, stage)
     kept = sum(number * chunk.kept for number, chunk in zip(held, chunks, strict=True))
     source = f"{settings.modules} modules; micro-batches in flight: {' + '.join(map(str, held))}"
     items = [Item("activations", kept, source), *_pipeline_items(shape, layout, settings)]

@@ -7,6 +7,8 @@ micro-batch and recompute. A knob that the user fixes keeps its value.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +18,7 @@ from mcore_qwen3.arch.pipeline import PipelineSplit, balanced_split, is_legal
 from mcore_qwen3.errors import ConfigError
 from mcore_qwen3.planner.calibration import Calibration
 from mcore_qwen3.planner.gpus import Gpu
-from mcore_qwen3.planner.memory import GIB, Account, heaviest_account, heaviest_state
+from mcore_qwen3.planner.memory import GIB, HIGH, Account, heaviest_account, heaviest_state
 from mcore_qwen3.planner.settings import Settings
 from mcore_qwen3.planner.step_time import StepTime, estimate_step
 
@@ -40,12 +42,13 @@ def usable_bytes(gpu: Gpu) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A layout with its settings and what they cost. `account` is the heaviest stage's."""
+    """A layout with its settings and what they cost. `account` is the heaviest stage's; `optimizer` is its search's."""
 
     layout: ParallelLayout
     settings: Settings
     account: Account
     step: StepTime
+    optimizer: tuple[str, Mapping[str, Any]]
 
     def fits(self, gpu: Gpu) -> bool:
         """Whether the middle of the estimate lies in the GPU's memory."""
@@ -58,14 +61,10 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """Layouts that differ in their virtual stages alone, most stages first, with one micro-batch size.
-
-    `bound`: seconds of the fastest among them, with nothing computed again.
-    """
+    """Layouts that differ in their virtual stages alone, most stages first, with one micro-batch size."""
 
     layouts: tuple[ParallelLayout, ...]
     micro_batch_size: int
-    bound: float
 
 
 def sizes(layout: ParallelLayout) -> tuple[int, ...]:
@@ -75,62 +74,78 @@ def sizes(layout: ParallelLayout) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Search:
-    """What is searched. `fixed` holds the flags that the user gave, by name; `settings` everything that is not a knob."""
+    """What is searched. `fixed` holds the flags that the user gave, by name; `settings` everything that is not a knob;
+    `optimizer` a name for what the optimizer keeps, and the flags that ask for it beside the user's."""
 
     shape: ModelShape
     gpu: Gpu
     settings: Settings
     fixed: Mapping[str, Any]
     calibration: Calibration
+    optimizer: tuple[str, Mapping[str, Any]] = ("as given", {})
 
     def best(self, gpus: int, number: int) -> list[Plan]:
         """The fastest plans that fit, one for each TP, CP, PP, EP and expert-TP.
 
         First those whose whole range fits, then those at the edge of the memory.
         """
-        starts = sorted(self._starts(gpus), key=lambda start: start.bound)
-        plans = self._fastest(starts, number, at_the_edge=False)
+        bounds = [(self._bound(start), start) for start in self._starts(gpus, usable_bytes(self.gpu))]
+        bounds.sort(key=lambda pair: pair[0])
+        plans = self._fastest(bounds, number, at_the_edge=False)
         if len(plans) < number:
             known = {sizes(plan.layout) for plan in plans}
-            others = [start for start in starts if sizes(start.layouts[0]) not in known]
+            others = [(bound, start) for bound, start in bounds if sizes(start.layouts[0]) not in known]
             plans += self._fastest(others, number - len(plans), at_the_edge=True)
         return plans
 
-    def _fastest(self, starts: Sequence[Start], number: int, *, at_the_edge: bool) -> list[Plan]:
+    def _bound(self, start: Start) -> float:
+        """Seconds of the fastest of a start's choices: most virtual stages, nothing computed again."""
+        layout, settings = next(self._choices(start))
+        return self._seconds(layout, settings).seconds
+
+    def _fastest(self, starts: Sequence[tuple[float, Start]], number: int, *, at_the_edge: bool) -> list[Plan]:
         """The fastest plans of starts in the order of their bounds; ends where no bound can be beaten."""
         best: dict[tuple[int, ...], Plan] = {}
-        for start in starts:
+        too_large: dict[tuple[int, ...], int] = {}  # micro-batch sizes that do not fit: larger ones need no less
+        for bound, start in starts:
             seconds = sorted(plan.step.seconds for plan in best.values())
-            if len(best) >= number and start.bound >= seconds[number - 1]:
+            if len(best) >= number and bound >= seconds[number - 1]:
                 break
+            place = sizes(start.layouts[0])
+            if start.micro_batch_size >= too_large.get(place, math.inf):
+                continue
             plan = self._first_that_fits(start, at_the_edge)
-            if plan is not None:
-                best[sizes(plan.layout)] = min(
-                    plan, best.get(sizes(plan.layout), plan), key=lambda one: one.step.seconds
-                )
+            if plan is None:
+                too_large[place] = start.micro_batch_size
+            else:
+                best[place] = min(plan, best.get(place, plan), key=lambda one: one.step.seconds)
         return sorted(best.values(), key=lambda plan: plan.step.seconds)[:number]
 
     def _first_that_fits(self, start: Start, at_the_edge: bool) -> Plan | None:
         """The fastest of a start's virtual stages and recompute choices that fits."""
-
-        def fits(account: Account) -> bool:
-            return (account.total if at_the_edge else account.high) <= usable_bytes(self.gpu)
-
-        *_, (layout, lightest) = self._choices(start)
-        if not fits(heaviest_account(self.shape, layout, lightest)):
+        limit = self._most_bytes(at_the_edge)
+        # One row a recompute choice, the layout that needs least memory last: fewer virtual stages never need more.
+        rows = list(itertools.batched(self._choices(start), len(start.layouts)))
+        if heaviest_account(self.shape, *rows[-1][-1]).total > limit:
             return None
-        timed = [(self._seconds(*choice), *choice) for choice in self._choices(start)]
+        rows = [row for row in rows if heaviest_account(self.shape, *row[-1]).total <= limit]
+        timed = [(self._seconds(*choice), *choice) for row in rows for choice in row]
         for step, layout, settings in sorted(timed, key=lambda choice: choice[0].seconds):
-            if fits(account := heaviest_account(self.shape, layout, settings)):
-                return Plan(layout=layout, settings=settings, account=account, step=step)
+            if (account := heaviest_account(self.shape, layout, settings)).total <= limit:
+                return self._plan(layout, settings, account, step)
         return None
+
+    def _most_bytes(self, at_the_edge: bool) -> float:
+        """The largest total of an account that fits: with its middle alone, or with its whole range."""
+        return usable_bytes(self.gpu) / (1 if at_the_edge else HIGH)
 
     def _choices(self, start: Start) -> Iterator[tuple[ParallelLayout, Settings]]:
         """Every virtual stage and recompute choice of a start; the one that needs least memory last."""
+        plain = replace(for_layout(self.settings, start.layouts[0]), micro_batch_size=start.micro_batch_size)
         for choice in self._recompute_choices():
+            settings = replace(plain, **choice)
             for layout in start.layouts:
-                settings = for_layout(self.settings, layout)
-                yield layout, replace(settings, micro_batch_size=start.micro_batch_size, **choice)
+                yield layout, settings
 
     def _seconds(self, layout: ParallelLayout, settings: Settings) -> StepTime:
         return estimate_step(self.shape, layout, settings, self.gpu, self.calibration)
@@ -138,36 +153,41 @@ class Search:
     def one(self, layout: ParallelLayout, settings: Settings) -> Plan:
         """What one layout costs; ConfigError where the batch does not suit it."""
         account = heaviest_account(self.shape, layout, settings)
-        return Plan(layout=layout, settings=settings, account=account, step=self._seconds(layout, settings))
+        return self._plan(layout, settings, account, self._seconds(layout, settings))
+
+    def _plan(self, layout: ParallelLayout, settings: Settings, account: Account, step: StepTime) -> Plan:
+        return Plan(layout=layout, settings=settings, account=account, step=step, optimizer=self.optimizer)
 
     def lightest(self, gpus: int) -> Plan | None:
         """The plan that needs least memory, for the case that none fits; None where no layout is legal."""
-        lightest = [list(self._choices(start))[-1] for start in self._starts(gpus, all_sizes=True)]
+        lightest = [list(self._choices(start))[-1] for start in self._starts(gpus)]
         return min((self.one(*choice) for choice in lightest), key=lambda plan: plan.account.total, default=None)
 
-    def fewest_gpus(self, limit: int) -> int | None:
-        """The smallest number of GPUs, whole nodes above one, on which something fits."""
+    def fewest_gpus(self, limit: int, *, at_the_edge: bool = True) -> int | None:
+        """The smallest number of GPUs, whole nodes above one, on which something fits.
+
+        Args:
+            limit: the largest number to look at.
+            at_the_edge: the middle of an estimate has to fit; False: its whole range.
+        """
         node = self.gpu.gpus_per_node
         sizes = [size for size in (1, 2, 4, 8, 16, 32) if size < node]
         sizes += range(node, limit + 1, node)
-        return next((size for size in sizes if size <= limit and self._any_fits(size)), None)
+        return next((size for size in sizes if size <= limit and self._any_fits(size, at_the_edge)), None)
 
-    def _any_fits(self, gpus: int) -> bool:
-        return any(self._first_that_fits(start, at_the_edge=True) is not None for start in self._starts(gpus))
+    def _any_fits(self, gpus: int, at_the_edge: bool) -> bool:
+        most = self._most_bytes(at_the_edge)
+        lightest = (list(self._choices(start))[-1] for start in self._starts(gpus, most))
+        return any(heaviest_account(self.shape, *choice).total <= most for choice in lightest)
 
-    def _starts(self, gpus: int, *, all_sizes: bool = False) -> Iterator[Start]:
-        """Every legal start whose weights and optimizer fit; with `all_sizes` the others too."""
+    def _starts(self, gpus: int, most_state: float = math.inf) -> Iterator[Start]:
+        """Every legal start whose weights, gradients and optimizer take no more bytes."""
         for layouts in self._layouts(gpus):
-            state = heaviest_state(self.shape, layouts[-1], self.settings)
-            if not all_sizes and state > usable_bytes(self.gpu):
+            if heaviest_state(self.shape, layouts[-1], self.settings) > most_state:
                 continue
             for size in self._micro_batch_sizes():
-                legal = tuple(layout for layout in layouts if self._divides(size, layout))
-                if legal:
-                    settings = replace(for_layout(self.settings, legal[0]), micro_batch_size=size)
-                    settings = replace(settings, **self._recompute_choices()[0])
-                    bound = self._seconds(legal[0], settings).seconds
-                    yield Start(layouts=legal, micro_batch_size=size, bound=bound)
+                if legal := tuple(layout for layout in layouts if self._divides(size, layout)):
+                    yield Start(layouts=legal, micro_batch_size=size)
 
     def _divides(self, micro_batch_size: int, layout: ParallelLayout) -> bool:
         group = layout.data * (layout.pipeline if layout.virtual_pipeline > 1 else 1)
@@ -184,7 +204,8 @@ class Search:
     def _layouts(self, gpus: int) -> Iterator[tuple[ParallelLayout, ...]]:
         """Every legal TP, CP, PP, EP and expert-TP once, with each number of virtual stages, most first.
 
-        The rules of `resolve_layout` decide; sizes are powers of two, and divisors for PP.
+        The rules of `resolve_layout` decide. Sizes are divisors: TP of the key-value heads inside a node, PP of the GPUs, EP of
+        the experts; CP is a power of two; expert-TP is 1 or TP.
         """
         shape = self.shape
         tensors = self._sizes("tensor_model_parallel_size", self.gpu.gpus_per_node, shape.num_query_groups)
@@ -205,10 +226,12 @@ class Search:
                                 yield cuts[::-1]
 
     def _sizes(self, flag: str, limit: int, whole: int = 0) -> list[int]:
-        """The fixed size, or the powers of two up to a limit that divide `whole`."""
+        """The fixed size, or those up to a limit that divide `whole`; without `whole` the powers of two."""
         if flag in self.fixed:
             return [int(self.fixed[flag])]
-        return [2**power for power in range(limit.bit_length()) if whole % 2**power == 0]
+        if whole:
+            return [size for size in range(1, limit + 1) if whole % size == 0]
+        return [2**power for power in range(limit.bit_length())]
 
     def _pipelines(self, gpus: int) -> list[int]:
         if "pipeline_model_parallel_size" in self.fixed:

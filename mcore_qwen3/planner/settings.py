@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from mcore_qwen3.arch import ParallelLayout, row_multiple
 from mcore_qwen3.config import RunConfig
+from mcore_qwen3.planner.calibration import load_calibration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,7 +21,8 @@ class Settings:
         row_length: tokens of a row, padding included, over all ranks that share it.
         effective_length: sum(Li^2) / sum(Li) over the samples Li of the rows: the length that attention costs and, under
             context parallel on CPU, masks grow with. A row of one sample: row_length.
-        moe_imbalance: tokens that the experts of the heaviest rank receive, as a multiple of an even share; 1: even.
+        moe_imbalance: with EP above 1, tokens that the experts of the heaviest rank receive, as a multiple of an even share;
+            1: even.
         gradient_bytes: bytes a parameter of the gradient buffer: 4, or 2.
         master_bytes: bytes a parameter of the optimizer's own copy of the weights: 4, 2 where only the 16 bits that the
             bf16 weight lacks are kept, 0 where the optimizer works on the weights (fp32).
@@ -61,12 +64,24 @@ class Settings:
         """Bytes of one weight or activation."""
         return 2 if self.bf16 else 4
 
+    def expert_load(self, layout: ParallelLayout) -> float:
+        """Tokens that the busiest rank's experts receive, as a multiple of an even share: exactly 1 at EP 1, where every rank
+        has all experts."""
+        return self.within_capacity(self.moe_imbalance if layout.expert > 1 else 1.0)
+
+    def within_capacity(self, load: float) -> float:
+        """What a capacity leaves of a load: it bounds it, and is the load where experts are padded to it."""
+        factor = self.moe_expert_capacity_factor
+        if factor is None:
+            return load
+        return factor if self.moe_pad_expert_input_to_capacity else min(load, factor)
+
 
 def settings_of(config: RunConfig, layout: ParallelLayout, *, modules: str, on_cuda: bool) -> Settings:
-    """The settings of a run.
+    """The settings of a run. Rows are taken to be full, and of one sample each; experts to be as uneven as in published runs.
 
     Args:
-        config: a resolved run: `max_length` and `bf16` are filled in. Rows are taken to be full, and of one sample each.
+        config: a resolved run: `max_length` and `bf16` are filled in.
         layout: its layout, which the length of a row is rounded up for.
         modules: "torch" or "transformer_engine", as chosen for the run.
         on_cuda: whether it runs on GPUs.
@@ -93,7 +108,30 @@ def settings_of(config: RunConfig, layout: ParallelLayout, *, modules: str, on_c
         moe_token_dispatcher_type=model.moe_token_dispatcher_type,
         moe_expert_capacity_factor=model.moe_expert_capacity_factor,
         moe_pad_expert_input_to_capacity=model.moe_pad_expert_input_to_capacity,
+        moe_imbalance=load_calibration().natural_imbalance,
         moe_aux_loss_coeff=0.0 if model.moe_router_load_balancing_type == "none" else model.moe_aux_loss_coeff,
         moe_z_loss_coeff=model.moe_z_loss_coeff,
-        master_bytes=4 if model.bf16 else 0,
+        **optimizer_bytes(config),
     )
+
+
+_WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+
+
+def optimizer_bytes(config: RunConfig) -> dict[str, Any]:
+    """The settings that tell what the optimizer keeps, by its flags.
+
+    The precision-aware optimizer keeps 16 bits of a master weight: the half that the bf16 weight lacks (megatron-core 0.19.2,
+    `store_param_remainders`), or fp16. SGD has one buffer, none without momentum.
+    """
+    optim, numerics = config.optim, config.numerics
+    moments = _WIDTH[numerics.exp_avg_dtype] + _WIDTH[numerics.exp_avg_sq_dtype]
+    if optim.optimizer == "sgd":
+        moments = 4 if optim.sgd_momentum else 0
+    master = 2 if numerics.use_precision_aware_optimizer else 4
+    return {
+        "gradient_bytes": _WIDTH[numerics.main_grads_dtype],
+        "master_bytes": master if config.model.bf16 else 0,
+        "moment_bytes": moments,
+        "optimizer_offload_fraction": numerics.optimizer_offload_fraction if numerics.optimizer_cpu_offload else 0.0,
+    }

@@ -28,34 +28,53 @@ class Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateBytes:
-    """Bytes of one rank. `trained` and `frozen` count parameters; each is in `weights`."""
+    """Bytes of one rank. `trained` and `frozen` count parameters, `experts` those of both that belong to experts; each is in
+    `weights`. `on_host`: master weights and moments in host memory, which no other field counts."""
 
     trained: int
     frozen: int
+    experts: int
     weights: int
     gradients: int
     master_weights: int
     moments: int
+    on_host: int
+
+    @property
+    def parameters(self) -> int:
+        """All parameters of the rank."""
+        return self.trained + self.frozen
+
+    @property
+    def dense(self) -> int:
+        """Parameters that are no expert's: the optimizer shards them over DP x CP."""
+        return self.parameters - self.experts
 
     @property
     def total(self) -> int:
-        """All bytes."""
+        """All bytes of the GPU."""
         return self.weights + self.gradients + self.master_weights + self.moments
 
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """Sums over tensors: parameters, and the elements that they take in the buffers of dense and of expert parameters."""
+    """Sums over tensors: parameters, those of experts, and the elements that dense and expert ones take in their buffers."""
 
     parameters: int = 0
+    of_experts: int = 0
     dense: int = 0
     experts: int = 0
 
     def __add__(self, other: Buffers) -> Buffers:
-        return Buffers(self.parameters + other.parameters, self.dense + other.dense, self.experts + other.experts)
+        return Buffers(
+            self.parameters + other.parameters,
+            self.of_experts + other.of_experts,
+            self.dense + other.dense,
+            self.experts + other.experts,
+        )
 
     def __rmul__(self, number: int) -> Buffers:
-        return Buffers(number * self.parameters, number * self.dense, number * self.experts)
+        return Buffers(number * self.parameters, number * self.of_experts, number * self.dense, number * self.experts)
 
 
 def chunk_tensors(
@@ -145,19 +164,23 @@ def state_bytes(shape: ModelShape, layout: ParallelLayout, settings: Settings, s
     return StateBytes(
         trained=whole.trained,
         frozen=whole.frozen,
+        experts=whole.of_experts,
         weights=(whole.padded + whole.frozen) * settings.element_bytes,
         gradients=whole.padded * settings.gradient_bytes,
         master_weights=round(whole.share * settings.master_bytes * shares),
         moments=round(whole.share * settings.moment_bytes * shares),
+        on_host=round(whole.share * (settings.master_bytes + settings.moment_bytes) * (1 - shares)),
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageBuffers:
-    """Elements of the buffers of a stage, and a rank's share of them; the parameters that they hold, and those beside."""
+    """Elements of the buffers of a stage, and a rank's share of them; the parameters that they hold, and those beside;
+    those of both that belong to experts."""
 
     trained: int = 0
     frozen: int = 0
+    of_experts: int = 0
     padded: int = 0
     share: int = 0
 
@@ -184,11 +207,12 @@ def _chunk_buffers(
     sizes = buffer_sizes(tuple(_end_tensors(shape, layout, chunk)))
     for has_experts, number in kinds.items():
         sizes += number * buffer_sizes(_layer_tensors(shape, *grid, has_experts, grouped))
-    frozen = 0
+    frozen, of_experts = 0, sizes.of_experts
     if lora_rank:
         frozen, sizes = sizes.parameters, Buffers()
         for has_experts, number in kinds.items():
             sizes += number * buffer_sizes(_adapter_tensors(shape, *grid, has_experts, lora_rank))
+        of_experts += sizes.of_experts
     dense, experts = sizes.dense, sizes.experts
     if layout.expert == 1 and layout.expert_tensor == layout.tensor:  # the same ranks share both: one buffer
         dense, experts = dense + experts, 0
@@ -196,6 +220,7 @@ def _chunk_buffers(
     return StageBuffers(
         trained=sizes.parameters,
         frozen=frozen,
+        of_experts=of_experts,
         padded=sum(padded_buffer(size, ranks) for size, ranks in buffers),
         share=sum(padded_buffer(size, ranks) // ranks for size, ranks in buffers),
     )
@@ -203,12 +228,13 @@ def _chunk_buffers(
 
 @functools.lru_cache
 def buffer_sizes(tensors: tuple[Tensor, ...]) -> Buffers:
-    """Their sizes in the two buffers; each starts at a multiple of 64 elements."""
+    """Their sizes, and in the two buffers, where each starts at a multiple of 64 elements."""
     dense, experts = (
         sum(_up(tensor.size, _PARAMETER_MULTIPLE) for tensor in tensors if tensor.is_expert is kind)
         for kind in (False, True)
     )
-    return Buffers(sum(tensor.size for tensor in tensors), dense, experts)
+    of_experts = sum(tensor.size for tensor in tensors if tensor.is_expert)
+    return Buffers(sum(tensor.size for tensor in tensors), of_experts, dense, experts)
 
 
 def padded_buffer(size: int, ranks: int) -> int:

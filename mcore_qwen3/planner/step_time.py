@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from mcore_qwen3.arch import ModelShape, ParallelLayout, padded_vocab_size, resolve_batch
+from mcore_qwen3.arch import ModelShape, ParallelLayout, resolve_batch
 from mcore_qwen3.arch.flops import flops_per_token, logit_flops
-from mcore_qwen3.arch.params import count_layer
 from mcore_qwen3.errors import ConfigError
 from mcore_qwen3.planner.calibration import Calibration
 from mcore_qwen3.planner.gpus import Gpu
 from mcore_qwen3.planner.layer_time import Machine, Seconds, layer_seconds
 from mcore_qwen3.planner.settings import Settings
+from mcore_qwen3.planner.state import state_bytes
 
 # The range that is printed: the middle divided and multiplied by this.
 SPREAD = 1.5
@@ -197,12 +197,12 @@ def _tail(
     """
     if settings.train_type == "lora":
         return 0.0, 0.0
-    dense, experts = _parameters(shape, layout, stage)
+    state = state_bytes(shape, layout, settings, stage)
     bytes_each = settings.gradient_bytes + 2
     data = shards = 0.0
     for parameters, copies, stride in (
-        (dense, layout.data * layout.context, layout.tensor),
-        (experts, layout.expert_data, layout.expert * layout.expert_tensor),
+        (state.dense, layout.data * layout.context, layout.tensor),
+        (state.experts, layout.expert_data, layout.expert * layout.expert_tensor),
     ):
         data += bytes_each * parameters * (copies - 1) / copies / machine.ring(copies, stride)
         shards += parameters / copies
@@ -211,18 +211,3 @@ def _tail(
     on_gpu = (1 - off) * shards * touched / machine.memory
     on_host = off * shards * (1 / HOST_ADAM_PARAMETERS + (settings.gradient_bytes + 2) / PCIE_BYTES)
     return data, on_gpu + on_host
-
-
-def _parameters(shape: ModelShape, layout: ParallelLayout, stage: int) -> tuple[int, int]:
-    """(dense parameters, those of experts) of a rank of one stage."""
-    table = padded_vocab_size(shape.vocab_size, layout.tensor) // layout.tensor * shape.hidden_size
-    ends = (stage == 0) + (stage == layout.pipeline - 1)
-    dense = experts = 0
-    if layout.pipeline == 1 and shape.tie_word_embeddings:
-        ends = 1
-    for has_experts, number in zip((True, False), _layer_kinds(shape, layout, stage), strict=True):
-        if number:
-            layer = count_layer(shape, has_experts, layout.tensor, layout.expert, layout.expert_tensor)
-            dense += number * (layer.attention + layer.norms + layer.mlp + layer.router)
-            experts += number * layer.experts
-    return dense + ends * table, experts

@@ -89,7 +89,7 @@ def current_device() -> torch.device:
 
 
 def device_name(device: Device) -> str:
-    """The GPU's name, or "none" on CPU."""
+    """What the driver calls the GPU, such as "NVIDIA H100 80GB HBM3"; "none" on CPU."""
     return torch.cuda.get_device_name(device.index) if device.is_cuda else "none"
 
 
@@ -118,11 +118,6 @@ def memory_gib(device: Device) -> float:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
-
-
-def device_name(device: Device) -> str:
-    """What the driver calls a GPU, such as "NVIDIA H100 80GB HBM3"."""
-    return torch.cuda.get_device_name(device.index)
 
 
 def synchronize(device: Device) -> None:

@@ -184,9 +184,14 @@ def _one_step(plan: Plan, parts: Parts, state: TrainState, guards: Guards) -> Tr
     return state
 
 
-def largest_memory(device: Device) -> float:
-    """Peak GiB of the rank that uses most. Collective."""
-    memory = torch.tensor(memory_gib(device), device=current_device())
+def largest_memory(device: Device, above: float = 0.0) -> float:
+    """Peak GiB of the rank that uses most, above what each held at some time. Collective.
+
+    Args:
+        device: this rank's.
+        above: GiB of this rank that do not count.
+    """
+    memory = torch.tensor(memory_gib(device) - above, device=current_device())
     dist.all_reduce(memory, op=dist.ReduceOp.MAX)
     return float(memory)
 

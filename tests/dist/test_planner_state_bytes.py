@@ -9,7 +9,8 @@ from helpers.ranks import pool
 from helpers.saved_bytes import bytes_held
 
 from mcore_qwen3.arch import ModelShape, resolve_layout
-from mcore_qwen3.planner.settings import Settings
+from mcore_qwen3.config import RunConfig, with_values
+from mcore_qwen3.planner.settings import Settings, settings_of
 from mcore_qwen3.planner.state import chunk_tensors, state_bytes
 
 # Sizes that are no multiples of 64, so that every parameter has a gap before it and every buffer an end to fill.
@@ -48,31 +49,39 @@ CASES = [
 ]
 
 
+# bf16, grouped experts; fp32, an expert a module; SGD with momentum.
+OPTIONS = [
+    {"bf16": True, "moe_grouped_gemm": True},
+    {"bf16": False, "moe_grouped_gemm": False},
+    {"bf16": True, "moe_grouped_gemm": True, "optimizer": "sgd"},
+]
+
+
 @pytest.mark.parametrize(("world", "layout", "sizes"), CASES, ids=[f"{world} {layout}" for world, layout, _ in CASES])
-@pytest.mark.parametrize(("bf16", "grouped"), [(True, True), (False, False)], ids=["bf16 grouped", "fp32 one by one"])
-def test_buffers_and_optimizer_state(
-    world: int, layout: dict[str, Any], sizes: dict[str, Any], bf16: bool, grouped: bool
-) -> None:
+def test_buffers_and_optimizer_state(world: int, layout: dict[str, Any], sizes: dict[str, Any]) -> None:
     if layout.get("pipeline") == 2 and sizes["num_layers"] == 3:
         layout = layout | {"first_stage_layers": 1}
     shape = ModelShape(**sizes)
     resolved = resolve_layout(world, shape=shape, **layout)
-    settings = Settings(
-        row_length=64, effective_length=64, bf16=bf16, master_bytes=4 if bf16 else 0, moe_grouped_gemm=grouped
-    )
-    options = {"bf16": bf16, "moe_grouped_gemm": grouped}
-    ranks = pool(world).run(bytes_held, sizes=sizes, layout=layout, options=options)
-    for stage in range(resolved.pipeline):
-        state = state_bytes(shape, resolved, settings, stage)
-        own = [rank for rank in ranks if rank["stage"] == stage]
-        assert {(rank["weights"], rank["gradients"]) for rank in own} == {(state.weights, state.gradients)}
-        for counted, found in ((state.moments, "moments"), (state.master_weights, "master")):
-            # The rank whose share is full holds what is counted, less the gaps before parameters in it.
-            padding = counted * (1 - 4 * state.trained / state.gradients)
-            assert counted - max(rank[found] for rank in own) <= padding * len(own) + 1
-            assert max(rank[found] for rank in own) <= counted
-        # All ranks of the stage together: each parameter once for every rank that has a copy of it, and nothing else.
-        assert sum(rank["moments"] for rank in own) == 8 * copies(state, resolved, shape, stage, settings)
+    found = pool(world).run(bytes_held, sizes=sizes, layout=layout, cases=OPTIONS)
+    for options, ranks in zip(OPTIONS, zip(*found, strict=True), strict=True):
+        run = with_values(RunConfig(), {"max_length": 64} | options)
+        settings = settings_of(run, resolved, modules="torch", on_cuda=False)
+        for stage in range(resolved.pipeline):
+            compare(shape, resolved, settings, stage, [rank for rank in ranks if rank["stage"] == stage])
+
+
+def compare(shape: ModelShape, layout: Any, settings: Settings, stage: int, own: list[dict[str, Any]]) -> None:
+    """What the planner counts for a rank of a stage, against what its ranks hold."""
+    state = state_bytes(shape, layout, settings, stage)
+    assert {(rank["weights"], rank["gradients"]) for rank in own} == {(state.weights, state.gradients)}
+    for counted, found in ((state.moments, "moments"), (state.master_weights, "master")):
+        # The rank whose share is full holds what is counted, less the gaps before parameters in it.
+        padding = counted * (1 - settings.gradient_bytes * state.trained / state.gradients)
+        assert counted - max(rank[found] for rank in own) <= padding * len(own) + 1
+        assert max(rank[found] for rank in own) <= counted
+    # All ranks of the stage together: each parameter once for every rank that has a copy of it, and nothing else.
+    assert sum(rank["moments"] for rank in own) == settings.moment_bytes * copies(state, layout, shape, stage, settings)
 
 
 def copies(state: Any, layout: Any, shape: ModelShape, stage: int, settings: Settings) -> int:

@@ -58,7 +58,7 @@ def test_it_trains_to_the_end(done: Done, save: Path) -> None:
     assert losses[0] - sum(losses[-5:]) / 5 > 1
     assert all(0.99 < record["balance_loss"] < 2 for record in records)
     events = [json.loads(line) for line in (save / "train_log.jsonl").read_text().splitlines() if "event" in line]
-    happened = [("start", 0), ("eval", 10), ("save", 10), ("eval", 20), ("save", 20), ("stop", 20)]
+    happened = [("start", 0), ("eval", 10), ("save", 10), ("eval", 20), ("save", 20), ("memory", 20), ("stop", 20)]
     assert [(event["event"], event["iteration"]) for event in events] == happened
     for event in (each for each in events if each["event"] == "eval"):
         assert event["eval_ppl"] == pytest.approx(math.exp(event["eval_loss"])) and 0 <= event["eval_token_acc"] <= 1
@@ -75,6 +75,15 @@ def test_what_is_tried_and_trained_is_said(done: Done, save: Path, small_vocabul
     for record in steps_of(save):
         assert 1 <= record["expert_load"] <= 8
     assert " | expert load " in done.stdout
+
+
+def test_the_peak_stands_beside_the_estimate(done: Done, save: Path) -> None:
+    """The process grows by more than the tensors of a tiny model: libraries open and buffers are made in its first step."""
+    (line,) = [line for line in done.stdout.splitlines() if "peak memory of the fullest rank" in line]
+    memory = json.loads((save / "train_log.jsonl").read_text().splitlines()[-1])
+    assert memory["event"] == "memory" and 0 < memory["estimated_gib"] < memory["peak_gib"] < 2
+    assert f"step 20/20 | peak memory of the fullest rank: {memory['peak_gib']:.3f} GiB" in line
+    assert f"; estimated {memory['estimated_gib']:.3f} GiB (" in line
 
 
 def test_flags_without_effect_are_said_once(done: Done) -> None:

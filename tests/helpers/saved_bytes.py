@@ -8,37 +8,44 @@ import torch
 from helpers.tiny import Sample
 from helpers.training import start_groups
 
+Case = tuple[dict[str, Any], list[list[Sample]]]
+"""Fields of ModelOptions, and the samples of each row of a micro-batch."""
 
-def bytes_kept(
-    sizes: dict[str, Any], layout: dict[str, Any], options: dict[str, Any], rows: list[list[Sample]], length: int
-) -> dict[str, Any]:
-    """Bytes that the forward of one micro-batch keeps on this rank, and what the router sent here.
+
+def bytes_kept(sizes: dict[str, Any], layout: dict[str, Any], cases: list[Case], length: int) -> list[dict[str, Any]]:
+    """Of each case: bytes that the forward of its micro-batch keeps on this rank, and what the router sent here.
 
     Every storage that autograd packs is counted once, at the size it has when the forward is over; parameters are not.
 
     Args:
         sizes: fields of ModelShape.
         layout: arguments of resolve_layout.
-        options: fields of ModelOptions.
-        rows: the samples of each row of the micro-batch.
+        cases: options and rows; all in the same groups of ranks, which take longer to start than a case to run.
         length: tokens of a row.
 
     Returns:
         "bytes"; "received": rows that this rank's experts computed over all layers.
     """
     import torch.distributed as dist
+
+    from mcore_qwen3.arch import ModelShape, resolve_layout
+
+    shape = ModelShape(**sizes)
+    resolved = resolve_layout(dist.get_world_size(), shape=shape, **layout)
+    start_groups(resolved)
+    return [_kept(shape, resolved, options, rows, length) for options, rows in cases]
+
+
+def _kept(shape: Any, resolved: Any, options: dict[str, Any], rows: list[list[Sample]], length: int) -> dict[str, Any]:
     from megatron.core import parallel_state
 
-    from mcore_qwen3.arch import ModelShape, resolve_layout, row_multiple
+    from mcore_qwen3.arch import row_multiple
     from mcore_qwen3.data.micro_batch import build_micro_batch
     from mcore_qwen3.model.build import build_model
     from mcore_qwen3.model.config import ModelOptions
     from mcore_qwen3.model.router import Step, start_step
     from mcore_qwen3.train.step import forward_step
 
-    shape = ModelShape(**sizes)
-    resolved = resolve_layout(dist.get_world_size(), shape=shape, **layout)
-    start_groups(resolved)
     model = build_model(shape, resolved, ModelOptions(**options)).train()
     generator = torch.Generator().manual_seed(parallel_state.get_pipeline_model_parallel_rank())
     with torch.no_grad():
@@ -72,29 +79,42 @@ def bytes_kept(
     return {"bytes": sum(tensor.untyped_storage().nbytes() for tensor in kept.values()), "received": received}
 
 
-def bytes_held(sizes: dict[str, Any], layout: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Bytes of this rank's buffers and optimizer after one update, and its pipeline rank and group of equal ranks.
+def bytes_held(sizes: dict[str, Any], layout: dict[str, Any], cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each case: bytes of this rank's buffers and optimizer after one update, and its pipeline rank.
 
-    "weights" and "gradients" are the flat buffers, "moments" Adam's state, "master" the fp32 copies it works on where they
+    "weights" and "gradients" are the flat buffers, "moments" the optimizer's state, "master" the fp32 copies it works on where they
     are not the weights themselves.
+
+    Args:
+        sizes: fields of ModelShape.
+        layout: arguments of resolve_layout.
+        cases: fields of ModelOptions, and "optimizer" (adam where it lacks); all in the same groups of ranks.
     """
     import torch.distributed as dist
-    from megatron.core import parallel_state
 
     from mcore_qwen3.arch import ModelShape, resolve_layout
-    from mcore_qwen3.model.build import build_chunks
-    from mcore_qwen3.model.config import ModelOptions
-    from mcore_qwen3.train.optimizer import OptimizerSettings, build_optimizer, update, wrap_for_data_parallel
 
     shape = ModelShape(**sizes)
     resolved = resolve_layout(dist.get_world_size(), shape=shape, **layout)
     start_groups(resolved)
-    models = build_chunks(shape, resolved, ModelOptions(**options))
+    return [_held(shape, resolved, options) for options in cases]
+
+
+def _held(shape: Any, resolved: Any, options: dict[str, Any]) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    from mcore_qwen3.model.build import build_chunks
+    from mcore_qwen3.model.config import ModelOptions
+    from mcore_qwen3.train.optimizer import OptimizerSettings, build_optimizer, update, wrap_for_data_parallel
+
+    optimizer_name = options.get("optimizer", "adam")
+    model_options = {name: value for name, value in options.items() if name != "optimizer"}
+    models = build_chunks(shape, resolved, ModelOptions(**model_options))
     with torch.no_grad():
         for parameter in (parameter for model in models for parameter in model.parameters()):
             parameter.fill_(0.1)
     chunks = wrap_for_data_parallel(models)
-    optimizer = build_optimizer(chunks, OptimizerSettings())
+    optimizer = build_optimizer(chunks, OptimizerSettings(optimizer=optimizer_name))
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
         parameter.main_grad.fill_(0.1)
     for chunk in chunks:
@@ -105,7 +125,7 @@ def bytes_held(sizes: dict[str, Any], layout: dict[str, Any], options: dict[str,
     moments = master = 0
     for part in optimizer.chained_optimizers:
         for parameter, state in part.optimizer.state.items():
-            moments += sum(state[name].nbytes for name in ("exp_avg", "exp_avg_sq"))
+            moments += sum(value.nbytes for name, value in state.items() if name != "step")
             master += 0 if parameter.untyped_storage()._cdata in weights else parameter.nbytes
     return {
         "weights": sum(buffer.param_data.nbytes for buffer in buffers),

@@ -45,7 +45,7 @@ def test_cost_is_linear_in_the_effective_length(name: str, fixed: float, by_leng
     assert (at_1000 - at_0) / 1000 == pytest.approx(by_length, rel=2e-3)
 
 
-def test_an_expert_layer_counts_active_experts_at_their_own_width() -> None:
+def test_b98_an_expert_layer_counts_active_experts_at_their_own_width() -> None:
     layer = layer_flops(ModelShape.from_hf_config(M2), True, 1)
     assert (layer.experts, layer.router, layer.mlp) == (2 * 3 * 2 * 16 * 8, 128, 0)
     assert layer.experts == 1536

@@ -7,9 +7,9 @@ import re
 from typing import Any
 
 import pytest
-from official_configs import D2, M2
+from official_configs import D2
 
-from mcore_qwen3.arch import ModelShape, ParallelLayout, heaviest_stage, rank_state, resolve_layout
+from mcore_qwen3.arch import ModelShape, ParallelLayout, resolve_layout
 from mcore_qwen3.errors import ConfigError
 
 
@@ -215,21 +215,3 @@ def test_every_cut_that_a_refusal_names_is_legal() -> None:
 def test_counting_the_embedding_at_pp_1_is_said_to_do_nothing() -> None:
     layout = cut(4, 1, account_for_embedding=True)
     assert layout.stages == ((4,),) and "no effect at PP 1" in layout.notes[0]
-
-
-def test_b97_the_heaviest_stage_is_named() -> None:
-    shape = dense(3)  # a layer: 3,120 parameters; the embedding: 1,616, with a copy in the last stage; final norm: 16
-    layout = resolve_layout(2, pipeline=2, first_stage_layers=1, shape=shape)
-    parameters = [rank_state(shape, layout, stage, bf16=True).parameters for stage in (0, 1)]
-    assert parameters == [1616 + 3120, 2 * 3120 + 16 + 1616]
-    number, state = heaviest_stage(shape, layout, bf16=True)
-    assert (number, state.parameters, state.layers) == (1, 7872, 2)
-
-
-def test_a_rank_holds_all_its_chunks_and_only_its_own_kinds_of_layers() -> None:
-    shape = ModelShape.from_hf_config(M2 | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
-    layout = resolve_layout(2, pipeline=2, virtual_pipeline=2, shape=shape)  # rank 0: layers 0 and 2, rank 1: 1 and 3
-    first, last = (rank_state(shape, layout, stage, bf16=True) for stage in (0, 1))
-    mlp, experts, router = 3 * 16 * 32, 4 * 3 * 16 * 8, 4 * 16
-    assert (first.layers, first.mlp, first.experts, first.router) == (2, 2 * mlp, 0, 0)
-    assert (last.layers, last.mlp, last.experts, last.router) == (2, mlp, experts, router)

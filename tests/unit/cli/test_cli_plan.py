@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from helpers.hf_configs import hf_config
+from helpers.scripts import load_script
 
 from mcore_qwen3.arch.shape import TRACKER
 from mcore_qwen3.cli.main import main
@@ -82,6 +83,7 @@ def test_explain_shows_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
         (ASKED[2:], "megatron plan needs --model"),
         (ASKED[:2], "megatron plan needs a number of GPUs"),
         ([*ASKED, "--min_gpus", "--explain", "TP2"], "--explain has one layout"),
+        ([*ASKED, "--search_optimizer", "--explain", "TP2"], "--explain has one optimizer"),
         (["--model", "Qwen3-999B", "--gpus", "8"], "a model is the name of a Qwen3 model"),
         (["--model", "Qwen3-8B", "--gpus", "8", "--gpu", "h1000"], "a GPU is one of the table"),
         (
@@ -110,7 +112,79 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_fewest_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "Qwen3-30B-A3B", "--min_gpus", "--max_length", "8192", "--global_batch_size", "16"]
-    assert "8 GPUs, the fastest that fit" in plan(capsys, *words)
+    output = plan(capsys, *words)
+    assert "8 GPUs are the fewest that fit; with the whole range of the estimate in memory: 16 GPUs" in output
+    assert "8 GPUs, the fastest that fit" in output
+    answer = json.loads(plan(capsys, *words, "--json"))
+    assert (answer["gpus"], answer["gpus_with_room"]) == (8, 16)
+
+
+def test_the_page_of_layouts_is_what_the_command_says_now(repo_root: Path) -> None:
+    script = load_script(repo_root / "scripts" / "write_plans.py")
+    page = script.page()
+    assert page == (repo_root / "docs" / "how-many-gpus.md").read_text(encoding="utf-8"), (
+        "python scripts/write_plans.py"
+    )
+    for model in ("Qwen3-30B-A3B", "Qwen3-235B-A22B", "Qwen3-Coder-480B-A35B-Instruct"):
+        section = page.split(f"## {model}\n")[1].split("\n## ")[0]
+        assert [section.count(f"| {card} GB | ") for card in ("H100 80", "H20 96", "H200 141")] == [2, 2, 2]
+
+
+def test_a_custom_gpu_with_the_facts_of_a_known_one_gives_its_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "Qwen3-30B-A3B", "--gpus", "16", "--max_length", "8192", "--global_batch_size", "16", "--json"]
+    known = json.loads(plan(capsys, *words, "--gpu", "h100-80"))["plans"]
+    facts = [
+        "--gpu",
+        "custom",
+        "--gpu_memory",
+        "79.1",
+        "--gpu_tflops",
+        "989",
+        "--intra_bw",
+        "450",
+        "--inter_bw",
+        "50",
+        "--gpus_per_node",
+        "8",
+    ]
+    assert json.loads(plan(capsys, *words, *facts))["plans"] == known
+    facts[facts.index("--gpu_tflops") + 1] = "100"
+    slower = json.loads(plan(capsys, *words, *facts))["plans"]
+    assert slower[0]["step_seconds"]["middle"] > 3 * known[0]["step_seconds"]["middle"]
+    main(["plan", *words[:4], "--gpu", "custom", "--gpu_memory", "79.1"])
+    assert "--gpu_tflops" in capsys.readouterr().err
+
+
+HALF = [*ASKED[:3], "32", *ASKED[4:]]
+
+
+def test_adam_in_host_memory_halves_the_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    """32 GPUs hold weights and fp32 gradients of 235B-A22B: 6 bytes a parameter, 41 GiB each; the other 12 lie on 4 nodes."""
+    assert main(["plan", *HALF]) == 3
+    assert "nothing fits" in capsys.readouterr().out
+    output = plan(capsys, *HALF, "--search_optimizer")
+    assert "--optimizer_cpu_offload true" in output and "--no_save_optim true" in output
+    assert "in host memory" in output.split("optimizer\n")[1].splitlines()[0]
+    (line,) = [line for line in output.splitlines() if line.startswith("host memory: at least")]
+    assert float(line.split()[4]) == pytest.approx(235.1e9 * 12 / 4 / 2**30, rel=0.05)
+
+
+def test_fixed_optimizer_flags_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    """SGD has no precision-aware form and is not moved: its own state alone is looked at."""
+    words = [*ASKED, "--search_optimizer", "--json"]
+    given = json.loads(plan(capsys, *words, "--optimizer", "sgd"))["plans"]
+    assert {each["optimizer"] for each in given} == {"as given"}
+    adam = json.loads(plan(capsys, *words))["plans"]
+    moments = [
+        each[0]["memory_gib"]["moments"] for each in (given, json.loads(plan(capsys, *ASKED, "--json"))["plans"])
+    ]
+    assert moments[0] < moments[1]
+    assert "bf16 gradients, moments" in {each["optimizer"] for each in adam}
+    for each in adam:
+        if each["optimizer"] == "bf16 gradients, moments":
+            assert each["flags"]["main_grads_dtype"] == each["flags"]["exp_avg_dtype"] == "bf16"
+    kept = json.loads(plan(capsys, *words, "--exp_avg_dtype", "fp32"))["plans"]
+    assert "bf16 gradients, moments" not in {each["optimizer"] for each in kept}
 
 
 def test_lora_needs_fewer(capsys: pytest.CaptureFixture[str]) -> None:

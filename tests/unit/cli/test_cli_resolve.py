@@ -173,10 +173,12 @@ def test_b97_the_dry_run_names_the_heaviest_stage(moe_dir: Path) -> None:
     layer = (64 + 2 * 64) * 32 + 64 * 32 + norms + experts
     assert "  layers per stage: 1, 3" in lines
     assert any(line.startswith(f"  stage 0: 1 layers, {table + layer:,} parameters") for line in lines)
-    assert any(line.startswith(f"  heaviest: stage 1, {3 * layer + 32 + table:,} parameters") for line in lines)
+    assert any(line.startswith(f"  stage 1: 3 layers, {3 * layer + 32 + table:,} parameters") for line in lines)
+    start = next(number for number, line in enumerate(lines) if line.startswith("memory of the fullest rank"))
+    assert lines[start + 1].startswith("  stage 1: ")
     chunks = "--pipeline_model_parallel_size 2 --virtual_pipeline_model_parallel_size 2"
     assert "  layers per stage: 1+1, 1+1" in dry_run_lines(resolved(moe_dir, chunks, world_size=2), [])
-    assert not any("heaviest" in line for line in dry_run_lines(resolved(moe_dir), []))
+    assert not any("GiB of each stage" in line for line in dry_run_lines(resolved(moe_dir), []))
 
 
 def test_interleaved_batches_come_in_groups_of_pp(moe_dir: Path) -> None:

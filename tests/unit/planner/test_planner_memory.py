@@ -13,7 +13,7 @@ import pytest
 from mcore_qwen3.arch import ModelShape, resolve_layout
 from mcore_qwen3.errors import ConfigError
 from mcore_qwen3.planner.activations import layer_rows, logit_values, tokens_of, total_bytes
-from mcore_qwen3.planner.chunks import chunk_bytes, in_flight
+from mcore_qwen3.planner.chunks import in_flight, stage_chunks
 from mcore_qwen3.planner.measured_memory import FITS_OR_NOT, MEASURED, SHAPES, USABLE_80GB_GIB, fit, left_out
 from mcore_qwen3.planner.memory import (
     COMMUNICATOR_GIB,
@@ -67,7 +67,7 @@ def test_full_recompute_keeps_one_input_a_layer_and_sequence_parallel_shares_it(
     for tensor in (1, 2):
         layout = resolve_layout(tensor, tensor=tensor, shape=shape)
         run = settings(batch=1, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=4)
-        kept = chunk_bytes(shape, layout, run, 0, 0).kept
+        kept = stage_chunks(shape, layout, run, 0)[0].kept
         inputs = 48 / 4 * 2 * 2048 * 8192 / tensor
         assert inputs < kept < 1.5 * inputs
 

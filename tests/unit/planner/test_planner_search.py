@@ -14,8 +14,9 @@ from mcore_qwen3.errors import ConfigError
 from mcore_qwen3.planner.calibration import load_calibration
 from mcore_qwen3.planner.gpus import find_gpu
 from mcore_qwen3.planner.layout_words import layout_words, read_layout
-from mcore_qwen3.planner.memory import GIB, heaviest_account, stage_account
+from mcore_qwen3.planner.memory import GIB, Account, heaviest_account, stage_account
 from mcore_qwen3.planner.models import find_model
+from mcore_qwen3.planner.optimizers import best_of, fewest_of, lightest_of
 from mcore_qwen3.planner.search import Plan, Search, for_layout, pipeline_cuts, sizes
 from mcore_qwen3.planner.settings import Settings
 from mcore_qwen3.planner.step_time import estimate_step
@@ -41,28 +42,90 @@ def explained(look: Search, gpus: int, words: str) -> Plan:
     return look.one(layout, replace(for_layout(look.settings, layout), recompute_granularity=granularity))
 
 
-def everything(look: Search, gpus: int) -> list[tuple[float, tuple[int, ...], bool]]:
-    """(seconds, sizes, whole range fits) of every choice of every start whose middle fits, one after the other."""
-    found = []
-    for start in look._starts(gpus, all_sizes=True):
+def unpruned(look: Search, gpus: int) -> tuple[list[tuple[float, tuple[int, ...], bool]], int]:
+    """(seconds, sizes, whether at the edge) of the ten best, by costing every choice of every start; and how many those are."""
+    usable, number = look.gpu.memory_gib * GIB, 0
+    safe: dict[tuple[int, ...], float] = {}
+    fitting: dict[tuple[int, ...], float] = {}
+    for start in look._starts(gpus):
+        place = sizes(start.layouts[0])
         for layout, settings in look._choices(start):
+            number += 1
             account = heaviest_account(look.shape, layout, settings)
-            if account.total <= look.gpu.memory_gib * GIB:
-                step = estimate_step(look.shape, layout, settings, look.gpu, look.calibration)
-                found.append((step.seconds, sizes(start.layouts[0]), account.high <= look.gpu.memory_gib * GIB))
-    return found
+            for kept, limit in ((safe, account.high), (fitting, account.total)):
+                if limit <= usable:
+                    step = estimate_step(look.shape, layout, settings, look.gpu, look.calibration)
+                    kept[place] = min(step.seconds, kept.get(place, step.seconds))
+    table = sorted((seconds, place, False) for place, seconds in safe.items())
+    table += sorted((seconds, place, True) for place, seconds in fitting.items() if place not in safe)
+    return table[:10], number
 
 
-@pytest.mark.parametrize(("model", "gpus"), [("30B-A3B", 16), ("8B", 4)])
-def test_the_best_are_those_of_all(model: str, gpus: int) -> None:
-    look = search(model)
-    whole: dict[tuple[int, ...], float] = {}
-    for seconds, place, comfortable in everything(look, gpus):
-        if comfortable:
-            whole[place] = min(seconds, whole.get(place, seconds))
-    expected = sorted(whole.values())[:5]
-    assert [plan.step.seconds for plan in look.best(gpus, 5)] == pytest.approx(expected)
-    assert len(expected) == 5
+SMALL_SEARCHES = [
+    ("30B-A3B", "h100-80", 8, {}),
+    ("30B-A3B", "a100-40", 32, {}),
+    ("30B-A3B", "h200-141", 8, {"length": 32768}),
+    ("30B-A3B", "h100-80", 16, {"pipeline_model_parallel_size": 2}),
+    ("8B", "h100-80", 4, {}),
+    ("32B", "h20-96", 16, {"length": 32768}),
+    ("4B", "rtx4090-24", 8, {"batch": 16}),
+    ("235B-A22B", "h200-141", 48, {"batch": 96}),
+]
+
+
+@pytest.mark.parametrize(("model", "gpu", "gpus", "more"), SMALL_SEARCHES)
+def test_the_table_is_that_of_costing_everything(
+    model: str, gpu: str, gpus: int, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = search(model, gpu, **more)
+    expected, number = unpruned(look, gpus)
+    costed = 0
+
+    def count(*arguments: Any) -> Account:
+        nonlocal costed
+        costed += 1
+        return heaviest_account(*arguments)
+
+    monkeypatch.setattr("mcore_qwen3.planner.search.heaviest_account", count)
+    plans = look.best(gpus, 10)
+    found = [(plan.step.seconds, sizes(plan.layout), plan.at_the_edge(look.gpu)) for plan in plans]
+    assert found == [(pytest.approx(seconds), place, edge) for seconds, place, edge in expected]
+    assert found and costed < number
+
+
+def test_few_accounts_are_made_for_a_thousand_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `megatron plan` takes is these: fewer than a thousand of the 13,220 choices."""
+    look = search("235B-A22B", batch=2048)
+    choices = sum(len(list(look._choices(start))) for start in look._starts(1024))
+    costed = 0
+
+    def count(*arguments: Any) -> Account:
+        nonlocal costed
+        costed += 1
+        return heaviest_account(*arguments)
+
+    monkeypatch.setattr("mcore_qwen3.planner.search.heaviest_account", count)
+    assert len(look.best(1024, 10)) == 10
+    assert costed < choices / 8, (costed, choices)
+
+
+def test_several_optimizers_are_one_table() -> None:
+    """The best of each TP, CP, PP, EP and expert-TP over all searches, what fits with room first."""
+    plain = search("30B-A3B")
+    host = replace(
+        plain, settings=replace(plain.settings, optimizer_offload_fraction=1.0), optimizer=("in host memory", {})
+    )
+    plans = best_of([plain, host], 8, 10)
+    one_by_one = [plan for look in (plain, host) for plan in look.best(8, 1000)]
+    best = {sizes(plan.layout): (plan.at_the_edge(plain.gpu), plan.step.seconds) for plan in plans}
+    for plan in one_by_one:
+        place = (plan.at_the_edge(plain.gpu), plan.step.seconds)
+        assert place >= best.get(sizes(plan.layout), max(best.values()))
+    assert {plan.optimizer[0] for plan in one_by_one} == {"as given", "in host memory"}
+    assert list(best.values()) == sorted(best.values()) and len(best) == len(plans) == 10
+    assert fewest_of([plain, host], 64) == host.fewest_gpus(64) == 4 and plain.fewest_gpus(64) == 8
+    lightest = lightest_of([plain, host], 4)
+    assert lightest is not None and lightest.optimizer[0] == "in host memory"
 
 
 def test_what_fits_only_just_comes_last() -> None:
@@ -78,6 +141,10 @@ def test_fewest_gpus_and_one_node_less() -> None:
     gpus = look.fewest_gpus(64)
     assert gpus == 8  # 2 nodes are what people use; one holds it with everything recomputed
     assert look.best(gpus, 1) and not look.best(4, 1)
+    roomy = look.fewest_gpus(64, at_the_edge=False)
+    assert roomy == 16
+    assert not look.best(roomy, 1)[0].at_the_edge(look.gpu)
+    assert all(plan.at_the_edge(look.gpu) for plan in look.best(8, 10))
     lightest = look.lightest(4)
     assert lightest is not None and not lightest.fits(look.gpu)
 

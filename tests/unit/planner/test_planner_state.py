@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from mcore_qwen3.arch import ModelShape, rank_state, resolve_layout
+from mcore_qwen3.arch import ModelShape, resolve_layout
 from mcore_qwen3.errors import ConfigError
 from mcore_qwen3.planner.measured_memory import SHAPES
+from mcore_qwen3.planner.memory import heaviest_account
 from mcore_qwen3.planner.settings import Settings
 from mcore_qwen3.planner.state import Tensor, buffer_sizes, chunk_tensors, padded_buffer, state_bytes
 
@@ -110,6 +111,15 @@ BIG: dict[str, list[tuple[int, dict[str, Any]]]] = {
 }
 
 
+# Four layers: with PP 2 evenly or as 1 + 3, with PP 3 as 2 + 1 + 1 or with the ends counted as layers (1 + 2 + 1).
+CUTS: dict[int, list[dict[str, Any]]] = {
+    1: [{}],
+    2: [{}, {"first_stage_layers": 1}],
+    3: [{"first_stage_layers": 2}, {"account_for_embedding": True, "account_for_loss": True}],
+    4: [{}],
+}
+
+
 def every_layout(shape: ModelShape) -> Iterator[tuple[int, dict[str, Any]]]:
     """(ranks, layout): every legal TP, PP, chunks, EP and expert-TP on up to 8 ranks, each on the fewest ranks it fits.
 
@@ -118,22 +128,23 @@ def every_layout(shape: ModelShape) -> Iterator[tuple[int, dict[str, Any]]]:
     sizes = (1, 2, 4, 8)
     moe_sizes = sizes if shape.is_moe else (1,)
     for tensor, pipeline, virtual, expert, expert_tensor in itertools.product(
-        sizes, sizes, (1, 2), moe_sizes, moe_sizes
+        sizes, CUTS, (1, 2), moe_sizes, moe_sizes
     ):
-        layout = {
-            "tensor": tensor,
-            "pipeline": pipeline,
-            "virtual_pipeline": virtual,
-            "expert": expert,
-            "expert_tensor": expert_tensor,
-        }
-        legal = [
-            (world, layout | {"context": context})
-            for world in sizes
-            for context in (2, 1)
-            if is_legal(shape, world, layout | {"context": context})
-        ]
-        yield from legal[:1]
+        for cut in CUTS[pipeline]:
+            layout = cut | {
+                "tensor": tensor,
+                "pipeline": pipeline,
+                "virtual_pipeline": virtual,
+                "expert": expert,
+                "expert_tensor": expert_tensor,
+            }
+            legal = [
+                (world, layout | {"context": context})
+                for world in range(1, 9)
+                for context in (2, 1)
+                if is_legal(shape, world, layout | {"context": context})
+            ]
+            yield from legal[:1]
 
 
 def is_legal(shape: ModelShape, world: int, layout: dict[str, Any]) -> bool:
@@ -176,8 +187,10 @@ def compare(shapes_and_cases: list[tuple[ModelShape, dict[str, Any]]]) -> int:
             for chunk, tensors in enumerate(chunks):
                 ours = chunk_tensors(shape, layout, stage, chunk, case["grouped"])
                 assert sorted((t.size, t.is_expert) for t in ours) == sorted(map(tuple, tensors)), where
-            total = sum(size for tensors in chunks for size, _ in tensors)
-            assert rank_state(shape, layout, stage, bf16=True).parameters == total, where
+            state = state_bytes(shape, layout, plain(moe_grouped_gemm=case["grouped"]), stage)
+            sizes = [(size, is_expert) for tensors in chunks for size, is_expert in tensors]
+            assert state.parameters == sum(size for size, _ in sizes), where
+            assert state.experts == sum(size for size, is_expert in sizes if is_expert), where
             number += 1
     return number
 
@@ -188,7 +201,7 @@ def test_every_layout_of_the_tiny_models_on_up_to_8_ranks() -> None:
         for shape in TINY.values()
         for number, (world, layout) in enumerate(every_layout(shape))
     ]
-    assert len(cases) > 50
+    assert len(cases) > 70
     assert compare(cases) > len(cases)
 
 
@@ -242,7 +255,7 @@ def test_lora_keeps_frozen_weights_and_trains_adapters() -> None:
     layout = resolve_layout(2, tensor=2, shape=shape)
     state = state_bytes(shape, layout, plain(train_type="lora", lora_rank=4), 0)
     assert state.trained == 4 * ((16 + 64 // 2) + (32 // 2 + 16) + (16 + 64 // 2) + (32 // 2 + 16))
-    assert state.frozen == rank_state(shape, layout, 0, bf16=True).parameters
+    assert state.frozen == state_bytes(shape, layout, plain(), 0).parameters
     padded = 2 * 4 * (16 + 32 + 16 + 16)  # each of the eight adapters has a multiple of 64 values, their sum one of 128
     assert state.weights == 2 * (state.frozen + padded)
     assert state.gradients == 4 * padded
@@ -253,8 +266,27 @@ def test_b97_the_heaviest_of_uneven_stages() -> None:
     shape = dense(3)
     layout = resolve_layout(2, pipeline=2, first_stage_layers=1, shape=shape)
     layer, table = 64 * 16 + 32 * 16 + 3 * 32 * 16 + 2 * 16 + 2 * 8, 101 * 16
-    stages = [state_bytes(shape, layout, plain(), stage).trained for stage in range(2)]
+    stages = [state_bytes(shape, layout, plain(), stage).parameters for stage in range(2)]
     assert stages == [layer + table, 2 * layer + table + 16]
+    assert heaviest_account(shape, layout, plain()).stage == 1
+
+
+def test_experts_are_split_over_ep_and_expert_tp_and_the_router_over_nothing() -> None:
+    """M2 with two layers on 8 ranks, TP 2, EP 2, expert-TP 2 (DP 4, expert-DP 2): 4 experts of 3 x 16 x 8, by hand."""
+    shape = dataclasses.replace(M2, num_layers=2, moe_layers=(True,) * 2)
+    state = state_bytes(shape, resolve_layout(8, tensor=2, expert=2, expert_tensor=2, shape=shape), plain(), 0)
+    attention, norms, router = 64 * 16 // 2 + 32 * 16 // 2, 2 * 16 + 2 * 8, 4 * 16
+    tables = 2 * 51 * 16  # 101 words are padded to 102
+    assert state.experts == 2 * (4 // 2) * 3 * 16 * 4
+    assert state.dense == 2 * (attention + norms + router) + tables + 16
+
+
+def test_a_rank_holds_its_own_kinds_of_layers_alone() -> None:
+    """Two chunks a stage of the mixed model: stage 0 has layers 0 and 2, without experts, stage 1 layers 1 and 3."""
+    shape = TINY["mixed"]
+    layout = resolve_layout(2, pipeline=2, virtual_pipeline=2, shape=shape)
+    experts = [state_bytes(shape, layout, plain(), stage).experts for stage in range(2)]
+    assert experts == [0, 2 * 4 * 3 * 16 * 8]
 
 
 def test_padding_of_a_buffer_by_hand() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mcore_qwen3.arch import ModelShape, ParallelLayout, flops_per_token, rank_state, resolve_layout
+from mcore_qwen3.arch import ModelShape, ParallelLayout, flops_per_token, padded_vocab_size, resolve_layout
 from mcore_qwen3.errors import ConfigError
 from mcore_qwen3.planner.calibration import Calibration
 from mcore_qwen3.planner.gpus import GPUS, Gpu
@@ -43,6 +43,19 @@ def step(
     sizes: dict[str, Any] | None = None, **changes: Any,
 ) -> StepTime:  # fmt: skip
     return estimate_step(shape, layout_of(shape, gpus, **sizes or {}), settings_of(**changes), gpu, calibration)
+
+
+def held(shape: ModelShape, layout: ParallelLayout, stage: int) -> tuple[int, int]:
+    """(dense parameters, those of experts) of a rank of a stage, by the model's sizes."""
+    h, q, g = (shape.hidden_size, *(n * shape.head_dim for n in (shape.num_attention_heads, shape.num_query_groups)))
+    layers = sum(layout.stages[stage])
+    layer = (h * (q + 2 * g) + q * h) // layout.tensor + 2 * h + 2 * shape.head_dim
+    layer += shape.num_experts * h if shape.is_moe else 3 * h * shape.ffn_hidden_size // layout.tensor
+    tables = (stage == 0) + (stage == layout.pipeline - 1) - (shape.tie_word_embeddings and layout.pipeline == 1)
+    table = padded_vocab_size(shape.vocab_size, layout.tensor) * h // layout.tensor
+    expert = 3 * h * shape.moe_ffn_hidden_size // layout.expert_tensor
+    last_norm = h if stage == layout.pipeline - 1 else 0
+    return layers * layer + tables * table + last_norm, layers * shape.num_experts // layout.expert * expert
 
 
 def test_products_of_a_dense_model_are_megatrons_operations_over_the_peak() -> None:
@@ -203,19 +216,19 @@ def test_gradients_and_weights_of_the_slowest_stage_over_the_copies(
     shape = find_model(name)
     layout = layout_of(shape, gpus, **sizes)
     time = step(shape, gpus, sizes=sizes)
-    state = rank_state(shape, layout, time.stage, bf16=True)
+    dense, experts = held(shape, layout, time.stage)
     cards = 8 // layout.tensor  # members of a data-parallel group in a node
     dense_speed = min(INSIDE, OUTSIDE * cards) if layout.data * layout.tensor > 8 else INSIDE
-    expected = 6 * state.dense * (layout.data - 1) / layout.data / dense_speed
+    expected = 6 * dense * (layout.data - 1) / layout.data / dense_speed
     if shape.is_moe:
-        expected += 6 * state.experts * (layout.expert_data - 1) / layout.expert_data / OUTSIDE
+        expected += 6 * experts * (layout.expert_data - 1) / layout.expert_data / OUTSIDE
     assert time.dp_s == pytest.approx(expected, rel=1e-4)
     assert step(shape, gpus, sizes=sizes, gradient_bytes=2).dp_s == pytest.approx(expected * 4 / 6, rel=1e-4)
 
 
 def test_adam_on_the_gpu_and_on_the_host() -> None:
-    parameters = rank_state(MOE, layout_of(MOE, 8, expert=8), 0, bf16=True)
-    shard = parameters.dense / 8 + parameters.experts
+    dense, experts = held(MOE, layout_of(MOE, 8, expert=8), 0)
+    shard = dense / 8 + experts
     on_gpu = step(MOE, 8, sizes={"expert": 8}, gpu=GPUS["h100-80"])
     assert on_gpu.optimizer_s == pytest.approx(shard * (4 + 4 + 2 * (4 + 8) + 2) / 3350e9, rel=1e-4)
     on_host = step(MOE, 8, sizes={"expert": 8}, optimizer_offload_fraction=1.0)
@@ -291,8 +304,8 @@ def test_an_mlp_that_is_computed_again_repeats_its_products() -> None:
 
 
 def test_context_parallel_ranks_share_the_gradients_of_dense_weights() -> None:
-    state = rank_state(DENSE, layout_of(DENSE, 8, context=4), 0, bf16=True)
-    assert step(DENSE, 8, sizes={"context": 4}).dp_s == pytest.approx(6 * state.dense * 7 / 8 / INSIDE, rel=1e-4)
+    dense, _ = held(DENSE, layout_of(DENSE, 8, context=4), 0)
+    assert step(DENSE, 8, sizes={"context": 4}).dp_s == pytest.approx(6 * dense * 7 / 8 / INSIDE, rel=1e-4)
 
 
 def test_the_slowest_stage_counts() -> None:

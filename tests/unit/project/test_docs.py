@@ -23,6 +23,7 @@ PAGES = [
     "docs/doctor.md",
     "docs/gpu-flags.md",
     "docs/guards.md",
+    "docs/how-many-gpus.md",
     "docs/log.md",
     "docs/optimizers.md",
     "docs/differences-from-ms-swift.md",
