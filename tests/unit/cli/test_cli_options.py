@@ -197,3 +197,13 @@ def test_a_tracker_without_its_package_is_refused_by_name(
     monkeypatch.setattr(importlib.util, "find_spec", lambda asked: None if asked == name else object())
     text = refused(moe, "--report_to tensorboard wandb swanlab", device="cpu")
     assert f"what report_to names must be installed; seen: no package {name}; change: pip install {name}" in text
+
+
+def test_a_dry_run_says_that_it_counts_frozen_parameters_as_trained(moe: Path) -> None:
+    argv = ["--load", str(moe), "--dataset", "a.jsonl", "--train_iters", "10", "--freeze_parameters_ratio", "0.5"]
+
+    def notes(*words: str) -> list[str]:
+        run = resolve(parse_args([*argv, *words], "sft"), 1, {"CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": "/cache"})
+        return [note for note in run.notes if "takes all of them for trained" in note]
+
+    assert (len(notes("--dry_run", "true")), notes()) == (1, [])
