@@ -144,7 +144,7 @@ def resolve(parsed: ParsedRun, world_size: int, environ: Mapping[str, str] = os.
     _check_transformer_impl(config, device)
     check_moe(config, shape, layout, device)
     check_trackers(config, world_size)
-    check_numerics_device(config, layout, device)
+    check_numerics_device(config, shape, layout, device)
     filled, notes = _fill(parsed, shape, layout, device, environ)
     resume = find_resume_point(filled, environ)
     if resume is not None:

@@ -22,6 +22,9 @@ FLEX = "--moe_token_dispatcher_type flex"
 REACHES: dict[str, dict[str, Any]] = {
     "--overlap_grad_reduce true": {f"{DDP}.overlap_grad_reduce": True},
     "--overlap_grad_reduce true --overlap_param_gather true": {f"{DDP}.overlap_param_gather": True},
+    "--expert_model_parallel_size 2 --overlap_moe_expert_parallel_comm true": {
+        f"{MODEL}.overlap_moe_expert_parallel_comm": True
+    },
     "--tp_comm_overlap true": {f"{MODEL}.tp_comm_overlap": True},
     PRECISE: {f"{OPTIMIZER}.use_precision_aware_optimizer": True},
     f"{PRECISE} --main_grads_dtype bf16": {
@@ -90,7 +93,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("words", REACHES)
 def test_an_option_reaches_megatron(words: str, moe: Path) -> None:
     def fields(text: str) -> dict[str, Any]:
-        world = 2 if "pipeline_model_parallel_size" in text else 1
+        world = 2 if "parallel_size 2" in text else 1
         made: dict[str, Any] = pool(1).run(megatron_fields, model_dir=str(moe), words=text.split(), world_size=world)[0]
         return {name: made[name] for name in REACHES[words]}
 
@@ -175,6 +178,24 @@ WITH_TE = {
         "delayed fp8 scaling cannot recompute"
     ),
 }
+
+
+OVERLAP = "--overlap_moe_expert_parallel_comm true --bf16 true"
+EP2 = "--expert_model_parallel_size 2"
+EXPERT_OVERLAP = {
+    f"{OVERLAP}": "needs EP above 1",
+    f"{EP2} --overlap_moe_expert_parallel_comm true": "needs bf16",
+    f"{OVERLAP} {EP2} --pipeline_model_parallel_size 2": "needs virtual stages where PP is above 1",
+    f"{OVERLAP} {EP2} --moe_token_dispatcher_type allgather": "needs the alltoall or the flex dispatcher",
+    f"{OVERLAP} {EP2} --recompute_granularity full": "needs no full recompute",
+    f"{OVERLAP} {EP2} --recompute_granularity selective --recompute_modules moe": "needs no recompute of moe",
+    f"{OVERLAP} {EP2} --freeze_parameters embedding.": "needs no frozen parameters",
+}
+
+
+@pytest.mark.parametrize("words", EXPERT_OVERLAP)
+def test_expert_messages_beside_computation_have_conditions(words: str, moe: Path) -> None:
+    assert EXPERT_OVERLAP[words] in refused(moe, words, world_size=4, device="cpu")
 
 
 @pytest.mark.parametrize("words", WITH_TE)
