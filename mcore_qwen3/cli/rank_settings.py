@@ -39,6 +39,7 @@ def model_options(run: ResolvedRun, device: Device, say: Say) -> ModelOptions:
         moe_pad_expert_input_to_capacity=flags.moe_pad_expert_input_to_capacity,
         moe_token_drop_policy=flags.moe_token_drop_policy,
         moe_token_dispatcher_type=flags.moe_token_dispatcher_type,
+        overlap_moe_expert_parallel_comm=numerics.overlap_moe_expert_parallel_comm,
         tp_comm_overlap=numerics.tp_comm_overlap,
         moe_flex_dispatcher_backend=numerics.moe_flex_dispatcher_backend,
         moe_permute_fusion=numerics.moe_permute_fusion,

@@ -22,6 +22,9 @@ FLEX = "--moe_token_dispatcher_type flex"
 REACHES: dict[str, dict[str, Any]] = {
     "--overlap_grad_reduce true": {f"{DDP}.overlap_grad_reduce": True},
     "--overlap_grad_reduce true --overlap_param_gather true": {f"{DDP}.overlap_param_gather": True},
+    "--expert_model_parallel_size 2 --overlap_moe_expert_parallel_comm true": {
+        f"{MODEL}.overlap_moe_expert_parallel_comm": True
+    },
     "--tp_comm_overlap true": {f"{MODEL}.tp_comm_overlap": True},
     PRECISE: {f"{OPTIMIZER}.use_precision_aware_optimizer": True},
     f"{PRECISE} --main_grads_dtype bf16": {
@@ -90,7 +93,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("words", REACHES)
 def test_an_option_reaches_megatron(words: str, moe: Path) -> None:
     def fields(text: str) -> dict[str, Any]:
-        world = 2 if "pipeline_model_parallel_size" in text else 1
+        world = 2 if "parallel_size 2" in text else 1
         made: dict[str, Any] = pool(1).run(megatron_fields, model_dir=str(moe), words=text.split(), world_size=world)[0]
         return {name: made[name] for name in REACHES[words]}
 
@@ -177,6 +180,24 @@ WITH_TE = {
 }
 
 
+OVERLAP = "--overlap_moe_expert_parallel_comm true --bf16 true"
+EP2 = "--expert_model_parallel_size 2"
+EXPERT_OVERLAP = {
+    f"{OVERLAP}": "needs EP above 1",
+    f"{EP2} --overlap_moe_expert_parallel_comm true": "needs bf16",
+    f"{OVERLAP} {EP2} --pipeline_model_parallel_size 2": "needs virtual stages where PP is above 1",
+    f"{OVERLAP} {EP2} --moe_token_dispatcher_type allgather": "needs the alltoall or the flex dispatcher",
+    f"{OVERLAP} {EP2} --recompute_granularity full": "needs no full recompute",
+    f"{OVERLAP} {EP2} --recompute_granularity selective --recompute_modules moe": "needs no recompute of moe",
+    f"{OVERLAP} {EP2} --freeze_parameters embedding.": "needs no frozen parameters",
+}
+
+
+@pytest.mark.parametrize("words", EXPERT_OVERLAP)
+def test_expert_messages_beside_computation_have_conditions(words: str, moe: Path) -> None:
+    assert EXPERT_OVERLAP[words] in refused(moe, words, world_size=4, device="cpu")
+
+
 @pytest.mark.parametrize("words", WITH_TE)
 def test_combinations_on_gpus_are_refused(words: str, moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
@@ -197,3 +218,13 @@ def test_a_tracker_without_its_package_is_refused_by_name(
     monkeypatch.setattr(importlib.util, "find_spec", lambda asked: None if asked == name else object())
     text = refused(moe, "--report_to tensorboard wandb swanlab", device="cpu")
     assert f"what report_to names must be installed; seen: no package {name}; change: pip install {name}" in text
+
+
+def test_a_dry_run_says_that_it_counts_frozen_parameters_as_trained(moe: Path) -> None:
+    argv = ["--load", str(moe), "--dataset", "a.jsonl", "--train_iters", "10", "--freeze_parameters_ratio", "0.5"]
+
+    def notes(*words: str) -> list[str]:
+        run = resolve(parse_args([*argv, *words], "sft"), 1, {"CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": "/cache"})
+        return [note for note in run.notes if "takes all of them for trained" in note]
+
+    assert (len(notes("--dry_run", "true")), notes()) == (1, [])
