@@ -143,11 +143,9 @@ class _Host:
                 self._refusal, self._missing = self._who_is_missing(), True
             self._answer_all()
         answer = self._answer(self._mine)
-        if (
-            not self._mine.goes_on and len(self._words) < self._plan.nnodes
-        ):  # what this node itself said is no news to it
-            return replace(answer, refusal=self._who_is_missing(), missing=True)
-        return answer
+        if self._mine.goes_on or len(self._words) >= self._plan.nnodes:
+            return answer
+        return replace(answer, refusal=self._who_is_missing(), missing=True)  # its own refusal is no news to this node
 
     def _receive(self, guest: socket.socket, stack: ExitStack) -> None:
         word = _read_word(guest)
