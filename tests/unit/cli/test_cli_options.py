@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import model_config
-from helpers.flag_checks import megatron_fields, userbuffers_asked_for
+from helpers.flag_checks import megatron_fields, names_of_datasets, userbuffers_asked_for
 from helpers.ranks import pool
 
 from mcore_qwen3.cli.resolve import resolve
@@ -108,6 +108,12 @@ def test_userbuffers_have_the_size_of_a_micro_batch(moe: Path) -> None:
     told = pool(1).run(userbuffers_asked_for, model_dir=str(moe), words=f"{words} {layout}".split(), world_size=4)[0]
     # 102 tokens become 104, a multiple of CP x TP; each context-parallel rank has half of the three rows.
     assert told == {"shape": [156, 32], "tp_size": 2, "quantization_modes": ["fp8"], "bootstrap_backend": "nccl"}
+
+
+def test_data_sets_are_told_apart_by_names_of_their_own() -> None:
+    words = ["--dataset", "a", "b", "a", "--log_loss_per_dataset"]
+    assert pool(1).run(names_of_datasets, words=words)[0] == ("a", "b", "a (2)")
+    assert pool(1).run(names_of_datasets, words=words[:-1])[0] == ()
 
 
 def refused(moe: Path, words: str, *, world_size: int = 2, device: str = "cuda") -> str:
