@@ -116,8 +116,8 @@ def test_data_sets_are_told_apart_by_names_of_their_own() -> None:
     assert pool(1).run(names_of_datasets, words=words[:-1])[0] == ()
 
 
-def refused(moe: Path, words: str, *, world_size: int = 2, device: str = "cuda") -> str:
-    argv = ["--load", str(moe), "--dataset", "a.jsonl", "--train_iters", "10", "--dry_run", "true"]
+def refused(moe: Path, words: str, *, world_size: int = 2, device: str = "cuda", dry: str = "true") -> str:
+    argv = ["--load", str(moe), "--dataset", "a.jsonl", "--train_iters", "10", "--dry_run", dry]
     with pytest.raises(ConfigError) as caught:
         parsed = parse_args([*argv, "--device", device, *words.split()], "sft")
         resolve(parsed, world_size, {"CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": "/cache"})
@@ -205,8 +205,7 @@ def test_expert_messages_beside_computation_have_conditions(words: str, moe: Pat
 
 
 @pytest.mark.parametrize("words", WITH_TE)
-def test_combinations_on_gpus_are_refused(words: str, moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+def test_combinations_on_gpus_are_refused(words: str, moe: Path) -> None:
     assert WITH_TE[words] in refused(moe, words)
 
 
@@ -214,7 +213,10 @@ def test_what_transformer_engine_must_do_is_refused_where_it_is_not_installed(
     moe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "package not found" in refused(moe, "--moe_permute_fusion true")
+    monkeypatch.setattr("mcore_qwen3.cli.resolve.count_gpus", lambda environ: 2)
+    assert "package not found" in refused(moe, "--moe_permute_fusion true", dry="false")
+    argv = ["--load", str(moe), "--dataset", "a.jsonl", "--train_iters", "10", "--dry_run", "--device", "cuda"]
+    resolve(parse_args([*argv, "--moe_permute_fusion", "true"], "sft"), 2, {"XDG_CACHE_HOME": "/cache"})
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "swanlab"])
