@@ -11,6 +11,7 @@ from conftest import model_config
 from helpers.flag_checks import megatron_fields, names_of_datasets, userbuffers_asked_for
 from helpers.ranks import pool
 
+from mcore_qwen3.cli.estimate import memory_lines
 from mcore_qwen3.cli.resolve import resolve
 from mcore_qwen3.config import parse_args
 from mcore_qwen3.errors import ConfigError
@@ -228,11 +229,12 @@ def test_a_tracker_without_its_package_is_refused_by_name(
     assert f"what report_to names must be installed; seen: no package {name}; change: pip install {name}" in text
 
 
-def test_a_dry_run_says_that_it_counts_frozen_parameters_as_trained(moe: Path) -> None:
-    argv = ["--load", str(moe), "--dataset", "a.jsonl", "--train_iters", "10", "--freeze_parameters_ratio", "0.5"]
-
+def test_a_dry_run_says_what_its_account_leaves_out(moe: Path) -> None:
     def notes(*words: str) -> list[str]:
-        run = resolve(parse_args([*argv, *words], "sft"), 1, {"CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": "/cache"})
-        return [note for note in run.notes if "takes all of them for trained" in note]
+        argv = ["--load", str(moe), "--dataset", "a.jsonl", "--train_iters", "10", "--dry_run", *words]
+        run = resolve(parse_args(argv, "sft"), 1, {"CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": "/cache"})
+        return [line for line in memory_lines(run) if line.startswith("note: ")]
 
-    assert (len(notes("--dry_run", "true")), notes()) == (1, [])
+    assert notes() == []
+    assert notes("--freeze_parameters_ratio", "0.5") == ["note: frozen parameters are counted as trained"]
+    assert "each bucket" in notes("--overlap_grad_reduce")[0]
