@@ -28,6 +28,10 @@ def not_counted(config: RunConfig) -> list[str]:
         (freezes(config.optim), "frozen parameters are counted as trained"),
         (config.numerics.fp8_format is not None, "products in fp8 are counted as bf16"),
         (config.numerics.overlap_grad_reduce, "the padding of each bucket of overlap_grad_reduce is not counted"),
+        (
+            config.numerics.overlap_moe_expert_parallel_comm,
+            "overlap_moe_expert_parallel_comm: a micro-batch more that it holds, and messages that it hides, are not counted",
+        ),
     )
     return [f"note: {text}" for applies, text in left_out if applies]
 

@@ -57,7 +57,8 @@ def _check_modules(config: RunConfig, device: str) -> None:
     asked = list(needs_transformer_engine(config.numerics))
     if not asked:
         return
-    installed = importlib.util.find_spec("transformer_engine") is not None
+    # A dry run may be for machines that have it.
+    installed = config.launch.dry_run or importlib.util.find_spec("transformer_engine") is not None
     if device != "cuda" or config.model.transformer_impl == "torch" or not installed:
         raise ConfigError(
             "some options are transformer-engine's own, which runs on GPUs only",

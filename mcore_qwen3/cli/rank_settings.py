@@ -101,6 +101,15 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
     )
 
 
+def dataset_names(config: RunConfig) -> tuple[str, ...]:
+    """The entries of --dataset whose losses are told apart, each under a name of its own; none where that is not asked for."""
+    if not config.tracking.log_loss_per_dataset:
+        return ()
+    entries = config.data.dataset
+    repeated = [entries[:place].count(entry) for place, entry in enumerate(entries)]
+    return tuple(f"{entry} ({times + 1})" if times else entry for entry, times in zip(entries, repeated, strict=True))
+
+
 def freezing(config: RunConfig) -> Freezing:
     """What stays as it is."""
     flags = config.optim

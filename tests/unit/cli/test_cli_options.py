@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from conftest import model_config
-from helpers.flag_checks import megatron_fields, userbuffers_asked_for
+from helpers.flag_checks import megatron_fields, names_of_datasets, userbuffers_asked_for
 from helpers.ranks import pool
 
+from mcore_qwen3.cli.estimate import memory_lines
 from mcore_qwen3.cli.resolve import resolve
 from mcore_qwen3.config import parse_args
 from mcore_qwen3.errors import ConfigError
@@ -110,8 +111,14 @@ def test_userbuffers_have_the_size_of_a_micro_batch(moe: Path) -> None:
     assert told == {"shape": [156, 32], "tp_size": 2, "quantization_modes": ["fp8"], "bootstrap_backend": "nccl"}
 
 
-def refused(moe: Path, words: str, *, world_size: int = 2, device: str = "cuda") -> str:
-    argv = ["--load", str(moe), "--dataset", "a.jsonl", "--train_iters", "10", "--dry_run", "true"]
+def test_data_sets_are_told_apart_by_names_of_their_own() -> None:
+    words = ["--dataset", "a", "b", "a", "--log_loss_per_dataset"]
+    assert pool(1).run(names_of_datasets, words=words)[0] == ("a", "b", "a (2)")
+    assert pool(1).run(names_of_datasets, words=words[:-1])[0] == ()
+
+
+def refused(moe: Path, words: str, *, world_size: int = 2, device: str = "cuda", dry: str = "true") -> str:
+    argv = ["--load", str(moe), "--dataset", "a.jsonl", "--train_iters", "10", "--dry_run", dry]
     with pytest.raises(ConfigError) as caught:
         parsed = parse_args([*argv, "--device", device, *words.split()], "sft")
         resolve(parsed, world_size, {"CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": "/cache"})
@@ -199,8 +206,7 @@ def test_expert_messages_beside_computation_have_conditions(words: str, moe: Pat
 
 
 @pytest.mark.parametrize("words", WITH_TE)
-def test_combinations_on_gpus_are_refused(words: str, moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+def test_combinations_on_gpus_are_refused(words: str, moe: Path) -> None:
     assert WITH_TE[words] in refused(moe, words)
 
 
@@ -208,7 +214,10 @@ def test_what_transformer_engine_must_do_is_refused_where_it_is_not_installed(
     moe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "package not found" in refused(moe, "--moe_permute_fusion true")
+    monkeypatch.setattr("mcore_qwen3.cli.resolve.count_gpus", lambda environ: 2)
+    assert "package not found" in refused(moe, "--moe_permute_fusion true", dry="false")
+    argv = ["--load", str(moe), "--dataset", "a.jsonl", "--train_iters", "10", "--dry_run", "--device", "cuda"]
+    resolve(parse_args([*argv, "--moe_permute_fusion", "true"], "sft"), 2, {"XDG_CACHE_HOME": "/cache"})
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "swanlab"])
@@ -220,11 +229,12 @@ def test_a_tracker_without_its_package_is_refused_by_name(
     assert f"what report_to names must be installed; seen: no package {name}; change: pip install {name}" in text
 
 
-def test_a_dry_run_says_that_it_counts_frozen_parameters_as_trained(moe: Path) -> None:
-    argv = ["--load", str(moe), "--dataset", "a.jsonl", "--train_iters", "10", "--freeze_parameters_ratio", "0.5"]
-
+def test_a_dry_run_says_what_its_account_leaves_out(moe: Path) -> None:
     def notes(*words: str) -> list[str]:
-        run = resolve(parse_args([*argv, *words], "sft"), 1, {"CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": "/cache"})
-        return [note for note in run.notes if "takes all of them for trained" in note]
+        argv = ["--load", str(moe), "--dataset", "a.jsonl", "--train_iters", "10", "--dry_run", *words]
+        run = resolve(parse_args(argv, "sft"), 1, {"CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": "/cache"})
+        return [line for line in memory_lines(run) if line.startswith("note: ")]
 
-    assert (len(notes("--dry_run", "true")), notes()) == (1, [])
+    assert notes() == []
+    assert notes("--freeze_parameters_ratio", "0.5") == ["note: frozen parameters are counted as trained"]
+    assert "each bucket" in notes("--overlap_grad_reduce")[0]
