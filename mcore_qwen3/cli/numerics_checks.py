@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 
-from mcore_qwen3.arch import ParallelLayout
-from mcore_qwen3.config import RunConfig, needs_transformer_engine
+from mcore_qwen3.arch import ModelShape, ParallelLayout
+from mcore_qwen3.config import RunConfig, freezes, needs_transformer_engine
 from mcore_qwen3.errors import ConfigError
 
 # transformer-engine's fp8 products take rows in multiples of it.
 FP8_MULTIPLE = 16
 
 
-def check_numerics_device(config: RunConfig, layout: ParallelLayout, device: str) -> None:
+def check_numerics_device(config: RunConfig, shape: ModelShape, layout: ParallelLayout, device: str) -> None:
     """Refuse options that this device, these modules or another option of the run cannot go with.
 
     Raises:
@@ -26,11 +26,13 @@ def check_numerics_device(config: RunConfig, layout: ParallelLayout, device: str
             seen=f"--optimizer_cpu_offload true, device {device}",
             fix="drop it: on CPU the state is in host memory",
         )
-    bf16 = config.model.bf16 is not False
+    bf16 = device == "cuda" if config.model.bf16 is None else config.model.bf16
+    if flags.overlap_moe_expert_parallel_comm and shape.is_moe:
+        _check_expert_overlap(config, layout, bf16=bf16)
     if not bf16 and (flags.use_precision_aware_optimizer or flags.fp8_format):
         raise ConfigError(
             "the precision-aware optimizer and fp8 are for bf16 runs",
-            seen="--bf16 false",
+            seen="bf16 false",
             fix="--bf16 true, or neither of the two",
         )
     for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
@@ -55,7 +57,8 @@ def _check_modules(config: RunConfig, device: str) -> None:
     asked = list(needs_transformer_engine(config.numerics))
     if not asked:
         return
-    installed = importlib.util.find_spec("transformer_engine") is not None
+    # A dry run may be for machines that have it.
+    installed = config.launch.dry_run or importlib.util.find_spec("transformer_engine") is not None
     if device != "cuda" or config.model.transformer_impl == "torch" or not installed:
         raise ConfigError(
             "some options are transformer-engine's own, which runs on GPUs only",
@@ -63,6 +66,32 @@ def _check_modules(config: RunConfig, device: str) -> None:
             f"package {'found' if installed else 'not found'}",
             fix="drop them, or pip install 'mcore-qwen3[gpu]' on GPU nodes and --transformer_impl transformer_engine",
         )
+
+
+def _check_expert_overlap(config: RunConfig, layout: ParallelLayout, *, bf16: bool) -> None:
+    """Megatron's own conditions (TransformerConfig), and that nothing is frozen: its parts of a layer are not made for it."""
+    model = config.model
+    selective = model.recompute_modules if model.recompute_granularity == "selective" else ()
+    rules = (
+        (layout.expert > 1, "EP above 1", f"EP {layout.expert}"),
+        (bf16, "bf16", "fp32"),
+        (
+            layout.pipeline == 1 or layout.virtual_pipeline > 1,
+            "virtual stages where PP is above 1",
+            "no virtual stages",
+        ),
+        (model.moe_token_dispatcher_type != "allgather", "the alltoall or the flex dispatcher", "allgather"),
+        (model.recompute_granularity != "full", "no full recompute", "--recompute_granularity full"),
+        ("moe" not in selective, "no recompute of moe", "--recompute_modules moe"),
+        (not freezes(config.optim), "no frozen parameters", "frozen parameters"),
+    )
+    for holds, rule, seen in rules:
+        if not holds:
+            raise ConfigError(
+                f"overlap_moe_expert_parallel_comm needs {rule}",
+                seen=f"--overlap_moe_expert_parallel_comm true, {seen}",
+                fix=f"{rule}, or --overlap_moe_expert_parallel_comm false",
+            )
 
 
 def _check_fp8(config: RunConfig, layout: ParallelLayout) -> None:

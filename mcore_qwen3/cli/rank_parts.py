@@ -15,6 +15,7 @@ from megatron.core.optimizer import ChainedOptimizer
 
 from mcore_qwen3.cli.rank_settings import (
     data_parallel_settings,
+    dataset_names,
     freezing,
     model_options,
     optimizer_settings,
@@ -115,7 +116,7 @@ def training_batches(run: ResolvedRun, prepared: Prepared, consumed_samples: int
         consumed_samples=consumed_samples,
         seed=run.config.train.seed,
         num_workers=run.config.data.num_workers,
-        datasets=run.config.data.dataset if run.config.tracking.log_loss_per_dataset else (),
+        datasets=dataset_names(run.config),
     )
 
 

@@ -39,6 +39,7 @@ def model_options(run: ResolvedRun, device: Device, say: Say) -> ModelOptions:
         moe_pad_expert_input_to_capacity=flags.moe_pad_expert_input_to_capacity,
         moe_token_drop_policy=flags.moe_token_drop_policy,
         moe_token_dispatcher_type=flags.moe_token_dispatcher_type,
+        overlap_moe_expert_parallel_comm=numerics.overlap_moe_expert_parallel_comm,
         tp_comm_overlap=numerics.tp_comm_overlap,
         moe_flex_dispatcher_backend=numerics.moe_flex_dispatcher_backend,
         moe_permute_fusion=numerics.moe_permute_fusion,
@@ -98,6 +99,15 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
         optimizer_offload_fraction=numerics.optimizer_offload_fraction,
         fp8_recipe=numerics.fp8_recipe if numerics.fp8_format else None,
     )
+
+
+def dataset_names(config: RunConfig) -> tuple[str, ...]:
+    """The entries of --dataset whose losses are told apart, each under a name of its own; none where that is not asked for."""
+    if not config.tracking.log_loss_per_dataset:
+        return ()
+    entries = config.data.dataset
+    repeated = [entries[:place].count(entry) for place, entry in enumerate(entries)]
+    return tuple(f"{entry} ({times + 1})" if times else entry for entry, times in zip(entries, repeated, strict=True))
 
 
 def freezing(config: RunConfig) -> Freezing:

@@ -27,7 +27,7 @@ from mcore_qwen3.cli.moe_checks import check_moe
 from mcore_qwen3.cli.numerics_checks import check_numerics_device
 from mcore_qwen3.cli.resume import ResumePoint, check_optimizer_state, find_resume_point
 from mcore_qwen3.cli.tracking_checks import check_trackers
-from mcore_qwen3.config import Facts, ParsedRun, RunConfig, check_schedule, flags_without_effect, with_values
+from mcore_qwen3.config import Facts, ParsedRun, RunConfig, check_schedule, flags_without_effect, freezes, with_values
 from mcore_qwen3.errors import ConfigError
 from mcore_qwen3.launch import count_gpus
 
@@ -144,7 +144,7 @@ def resolve(parsed: ParsedRun, world_size: int, environ: Mapping[str, str] = os.
     _check_transformer_impl(config, device)
     check_moe(config, shape, layout, device)
     check_trackers(config, world_size)
-    check_numerics_device(config, layout, device)
+    check_numerics_device(config, shape, layout, device)
     filled, notes = _fill(parsed, shape, layout, device, environ)
     resume = find_resume_point(filled, environ)
     if resume is not None:
@@ -229,6 +229,8 @@ def _fill(
         for name in ("recompute_method", "recompute_num_layers"):
             if name not in parsed.explicit:
                 notes.append(f"{name} is not set: {values[name]} is taken")
+    if config.launch.dry_run and freezes(config.optim):
+        notes.append("some parameters are frozen: the state that is counted below takes all of them for trained")
     if config.model.moe_shared_expert_overlap:
         values["moe_shared_expert_overlap"] = False  # accepted, and said to do nothing: Qwen3 has no shared expert
     ratio, note = _split_ratio(parsed)

@@ -79,6 +79,7 @@ _TABLE = (
             "moe_token_dispatcher_type",
             "moe_flex_dispatcher_backend",
             "moe_permute_fusion",
+            "overlap_moe_expert_parallel_comm",
             "expert_tensor_parallel_size",
         ),
         "the model is dense",

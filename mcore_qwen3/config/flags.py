@@ -59,16 +59,17 @@ class Flag:
             "float": "a finite number",
             "bool": "true or false",
             "str": "a text",
-            "list": "one or more texts, separated by spaces",
-            "ints": "one or more whole numbers, separated by spaces",
-            "floats": "one or more finite numbers, separated by spaces",
+            "list": "one or more texts",
+            "ints": "one or more whole numbers",
+            "floats": "one or more finite numbers",
         }[self.type]
         limits = [
             f"{text} {limit}"
             for text, limit in (("at least", self.at_least), ("at most", self.at_most), ("below", self.below))
             if limit is not None
         ]
-        return words + (" of " + " and ".join(limits) if limits else "")
+        apart = ", separated by spaces" if self.type in ("list", "ints", "floats") else ""
+        return words + (" of " + " and ".join(limits) if limits else "") + apart
 
 
 def section_flags(section: str, cls: type, aliases: dict[str, tuple[str, ...]]) -> Iterator[Flag]:

@@ -18,6 +18,11 @@ class NumericsFlags:
     overlap_param_gather: bool = flag(
         False, "gather updated parameters while the forward pass goes on; needs overlap_grad_reduce"
     )
+    overlap_moe_expert_parallel_comm: bool = flag(
+        False,
+        "compute one micro-batch while tokens of another travel to their experts (EP above 1, bf16; one more micro-batch "
+        "in memory)",
+    )
     tp_comm_overlap: bool = flag(
         False, "send tensor-parallel messages beside products (GPU with transformer-engine, TP above 1, packed rows)"
     )

@@ -36,6 +36,7 @@ class ModelOptions:
     moe_token_drop_policy: str = "probs"
     moe_token_dispatcher_type: str = "alltoall"
     tp_comm_overlap: bool = False
+    overlap_moe_expert_parallel_comm: bool = False
     moe_flex_dispatcher_backend: str = "deepep"
     moe_permute_fusion: bool = False
     cross_entropy_loss_fusion: bool = True
@@ -72,6 +73,7 @@ def _moe_settings(shape: ModelShape, options: ModelOptions) -> dict:
         "moe_pad_expert_input_to_capacity": options.moe_pad_expert_input_to_capacity,
         "moe_token_drop_policy": options.moe_token_drop_policy,
         "moe_token_dispatcher_type": options.moe_token_dispatcher_type,
+        "overlap_moe_expert_parallel_comm": options.overlap_moe_expert_parallel_comm,
         "moe_flex_dispatcher_backend": options.moe_flex_dispatcher_backend,
         "moe_permute_fusion": options.moe_permute_fusion,
         "moe_grouped_gemm": options.moe_grouped_gemm,

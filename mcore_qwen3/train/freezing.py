@@ -77,7 +77,7 @@ def learning_rate_factors(
     sizes = _sizes_of_all(models)
     found: dict[str, tuple[str, float]] = {}
     for pattern, factor in factors.items():
-        for name in _matching(sizes, "lr_mult", (pattern,), fnmatch.fnmatchcase):
+        for name in sorted(_matching(sizes, "lr_mult", (pattern,), fnmatch.fnmatchcase)):
             earlier = found.setdefault(name, (pattern, factor))
             if earlier[1] != factor:
                 raise ConfigError(

@@ -102,14 +102,20 @@ def model_inputs(batch: MicroBatch, model: torch.nn.Module) -> tuple[dict[str, A
 
 
 def forward_step(
-    batches: Iterator[MicroBatch], model: torch.nn.Module, num_datasets: int = 0
-) -> tuple[torch.Tensor, Callable]:
-    """Megatron's forward-step function: run one micro-batch and say how its output becomes the loss."""
+    batches: Iterator[MicroBatch], model: torch.nn.Module, return_schedule_plan: bool = False, *, num_datasets: int = 0
+) -> tuple[Any, Callable]:
+    """Megatron's forward-step function: run one micro-batch and say how its output becomes the loss.
+
+    With `return_schedule_plan` the micro-batch is not run: megatron interleaves the parts of two of them, so that one
+    computes while the other's tokens travel to their experts.
+    """
     batch = next(batches)
     arguments, labels, loss_mask = model_inputs(batch, model)
     loss = partial(token_loss, loss_mask)
     if num_datasets and batch.datasets is not None:
         loss = partial(loss, datasets=_own_tokens(batch)(batch.datasets), num_datasets=num_datasets)
+    if return_schedule_plan:
+        return unwrapped(model).build_schedule_plan(**arguments, labels=labels), loss
     return model(**arguments, labels=labels), loss
 
 

@@ -38,6 +38,19 @@ def test_overlap_changes_no_number(model_dir: str, layout: Layout, wrapping: dic
         assert all(a[:3] == b[:3] and torch.equal(a[3], b[3]) for a, b in pairs)
 
 
+@pytest.mark.parametrize("recompute", [None, ("layernorm", "moe_act")], ids=str)
+def test_expert_messages_beside_computation_change_no_number(model_dir: str, recompute: Any) -> None:
+    args = {"model_dir": model_dir, "layout": Layout(data=2, expert=2), "rates": [0.01] * 2, "bf16": True}
+    args["batches"] = [samples(8, seed=n) for n in range(2)]  # four micro-batches on each rank
+    if recompute:
+        args |= {"recompute_granularity": "selective", "recompute_modules": recompute}
+    plain = pool(2).run(train_with, **args)
+    for ours, theirs in zip(pool(2).run(train_with, **args, overlap_moe_expert_parallel_comm=True), plain, strict=True):
+        assert ours["losses"] == theirs["losses"] and ours["grad_norms"] == theirs["grad_norms"]
+        pairs = zip(ours["gradients"], theirs["gradients"], strict=True)
+        assert all(a[:3] == b[:3] and torch.equal(a[3], b[3]) for a, b in pairs)
+
+
 @pytest.mark.parametrize("layout", [Layout(), Layout(data=2), Layout(context=2), Layout(pipeline=2)], ids=str)
 def test_the_loss_of_each_data_set_is_that_of_its_own_tokens(layout: Layout, tmp_path: Path) -> None:
     model = write_model(tmp_path, moe=True)

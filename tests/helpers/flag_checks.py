@@ -79,6 +79,14 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str | tuple | None) else str(value)
 
 
+def names_of_datasets(words: list[str]) -> tuple[str, ...]:
+    """Under which names the losses of data sets are told."""
+    from mcore_qwen3.cli.rank_settings import dataset_names
+    from mcore_qwen3.config import parse_args
+
+    return dataset_names(parse_args(["--load", "m", "--train_iters", "10", *words], "sft").config)
+
+
 def userbuffers_asked_for(model_dir: str, words: list[str], world_size: int) -> dict[str, Any]:
     """What transformer-engine's `initialize_ub` is called with."""
     from mcore_qwen3.arch import read_model_shape

@@ -47,7 +47,7 @@ def train_with(
         gather_parameters,
         wrap_for_data_parallel,
     )
-    from mcore_qwen3.train.optimizer_state import read_state
+    from mcore_qwen3.train.optimizer_state import ensure_state, read_state
     from mcore_qwen3.train.state import TrainState
     from mcore_qwen3.train.step import train_step
 
@@ -64,6 +64,7 @@ def train_with(
         with OptimizerSource(resume) as source:
             state = TrainState.read(Path(resume))
             read_state(models, optimizer, source, step=state.optimizer_steps, with_master=bool(options.get("bf16")))
+    ensure_state(optimizer)  # as the dry batch before every run does
     losses, norms = [], []
     for number, samples in list(enumerate(batches))[skip:]:
         rank = parallel_state.get_data_parallel_rank()

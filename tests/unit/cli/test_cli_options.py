@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import model_config
-from helpers.flag_checks import megatron_fields, userbuffers_asked_for
+from helpers.flag_checks import megatron_fields, names_of_datasets, userbuffers_asked_for
 from helpers.ranks import pool
 
 from mcore_qwen3.cli.resolve import resolve
@@ -22,6 +22,9 @@ FLEX = "--moe_token_dispatcher_type flex"
 REACHES: dict[str, dict[str, Any]] = {
     "--overlap_grad_reduce true": {f"{DDP}.overlap_grad_reduce": True},
     "--overlap_grad_reduce true --overlap_param_gather true": {f"{DDP}.overlap_param_gather": True},
+    "--expert_model_parallel_size 2 --overlap_moe_expert_parallel_comm true": {
+        f"{MODEL}.overlap_moe_expert_parallel_comm": True
+    },
     "--tp_comm_overlap true": {f"{MODEL}.tp_comm_overlap": True},
     PRECISE: {f"{OPTIMIZER}.use_precision_aware_optimizer": True},
     f"{PRECISE} --main_grads_dtype bf16": {
@@ -90,7 +93,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("words", REACHES)
 def test_an_option_reaches_megatron(words: str, moe: Path) -> None:
     def fields(text: str) -> dict[str, Any]:
-        world = 2 if "pipeline_model_parallel_size" in text else 1
+        world = 2 if "parallel_size 2" in text else 1
         made: dict[str, Any] = pool(1).run(megatron_fields, model_dir=str(moe), words=text.split(), world_size=world)[0]
         return {name: made[name] for name in REACHES[words]}
 
@@ -107,8 +110,14 @@ def test_userbuffers_have_the_size_of_a_micro_batch(moe: Path) -> None:
     assert told == {"shape": [156, 32], "tp_size": 2, "quantization_modes": ["fp8"], "bootstrap_backend": "nccl"}
 
 
-def refused(moe: Path, words: str, *, world_size: int = 2, device: str = "cuda") -> str:
-    argv = ["--load", str(moe), "--dataset", "a.jsonl", "--train_iters", "10", "--dry_run", "true"]
+def test_data_sets_are_told_apart_by_names_of_their_own() -> None:
+    words = ["--dataset", "a", "b", "a", "--log_loss_per_dataset"]
+    assert pool(1).run(names_of_datasets, words=words)[0] == ("a", "b", "a (2)")
+    assert pool(1).run(names_of_datasets, words=words[:-1])[0] == ()
+
+
+def refused(moe: Path, words: str, *, world_size: int = 2, device: str = "cuda", dry: str = "true") -> str:
+    argv = ["--load", str(moe), "--dataset", "a.jsonl", "--train_iters", "10", "--dry_run", dry]
     with pytest.raises(ConfigError) as caught:
         parsed = parse_args([*argv, "--device", device, *words.split()], "sft")
         resolve(parsed, world_size, {"CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": "/cache"})
@@ -177,9 +186,26 @@ WITH_TE = {
 }
 
 
+OVERLAP = "--overlap_moe_expert_parallel_comm true --bf16 true"
+EP2 = "--expert_model_parallel_size 2"
+EXPERT_OVERLAP = {
+    f"{OVERLAP}": "needs EP above 1",
+    f"{EP2} --overlap_moe_expert_parallel_comm true": "needs bf16",
+    f"{OVERLAP} {EP2} --pipeline_model_parallel_size 2": "needs virtual stages where PP is above 1",
+    f"{OVERLAP} {EP2} --moe_token_dispatcher_type allgather": "needs the alltoall or the flex dispatcher",
+    f"{OVERLAP} {EP2} --recompute_granularity full": "needs no full recompute",
+    f"{OVERLAP} {EP2} --recompute_granularity selective --recompute_modules moe": "needs no recompute of moe",
+    f"{OVERLAP} {EP2} --freeze_parameters embedding.": "needs no frozen parameters",
+}
+
+
+@pytest.mark.parametrize("words", EXPERT_OVERLAP)
+def test_expert_messages_beside_computation_have_conditions(words: str, moe: Path) -> None:
+    assert EXPERT_OVERLAP[words] in refused(moe, words, world_size=4, device="cpu")
+
+
 @pytest.mark.parametrize("words", WITH_TE)
-def test_combinations_on_gpus_are_refused(words: str, moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+def test_combinations_on_gpus_are_refused(words: str, moe: Path) -> None:
     assert WITH_TE[words] in refused(moe, words)
 
 
@@ -187,7 +213,10 @@ def test_what_transformer_engine_must_do_is_refused_where_it_is_not_installed(
     moe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "package not found" in refused(moe, "--moe_permute_fusion true")
+    monkeypatch.setattr("mcore_qwen3.cli.resolve.count_gpus", lambda environ: 2)
+    assert "package not found" in refused(moe, "--moe_permute_fusion true", dry="false")
+    argv = ["--load", str(moe), "--dataset", "a.jsonl", "--train_iters", "10", "--dry_run", "--device", "cuda"]
+    resolve(parse_args([*argv, "--moe_permute_fusion", "true"], "sft"), 2, {"XDG_CACHE_HOME": "/cache"})
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "swanlab"])
@@ -197,3 +226,13 @@ def test_a_tracker_without_its_package_is_refused_by_name(
     monkeypatch.setattr(importlib.util, "find_spec", lambda asked: None if asked == name else object())
     text = refused(moe, "--report_to tensorboard wandb swanlab", device="cpu")
     assert f"what report_to names must be installed; seen: no package {name}; change: pip install {name}" in text
+
+
+def test_a_dry_run_says_that_it_counts_frozen_parameters_as_trained(moe: Path) -> None:
+    argv = ["--load", str(moe), "--dataset", "a.jsonl", "--train_iters", "10", "--freeze_parameters_ratio", "0.5"]
+
+    def notes(*words: str) -> list[str]:
+        run = resolve(parse_args([*argv, *words], "sft"), 1, {"CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": "/cache"})
+        return [note for note in run.notes if "takes all of them for trained" in note]
+
+    assert (len(notes("--dry_run", "true")), notes()) == (1, [])

@@ -74,6 +74,10 @@ def lines(words: str, facts: Facts = MOE_GPU) -> list[str]:
         ),
         ("--moe_flex_dispatcher_backend hybridep", {}, "moe_flex_dispatcher_backend", "is not flex"),
         ("--moe_permute_fusion true", {"is_moe": False}, "moe_permute_fusion", "dense"),
+        (
+            "--overlap_moe_expert_parallel_comm true", {"is_moe": False},
+            "overlap_moe_expert_parallel_comm", "dense",
+        ),
         ("--tensorboard_dir x", {}, "tensorboard_dir", "does not name tensorboard"),
         ("--wandb_project x", {}, "wandb_project", "does not name wandb"),
         ("--swanlab_exp_name x --report_to wandb", {}, "swanlab_exp_name", "does not name swanlab"),

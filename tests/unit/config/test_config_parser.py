@@ -276,3 +276,16 @@ def test_rules_of_the_experts_capacity() -> None:
         )
     model = parse("--moe_pad_expert_input_to_capacity", "--moe_expert_capacity_factor", "1.25").config.model
     assert (model.moe_pad_expert_input_to_capacity, model.moe_expert_capacity_factor) == (True, 1.25)
+
+
+def test_a_list_of_whole_numbers(tmp_path: Path) -> None:
+    def ranks(*words: str) -> tuple[int, ...]:
+        return parse(*words).config.tracking.profile_ranks
+
+    assert (ranks(), ranks("--profile_ranks", "0", "3"), ranks("--profile_ranks=2")) == ((0,), (0, 3), (2,))
+    assert ranks("--config", write(tmp_path / "list.yaml", "profile_ranks: [1, 2]")) == (1, 2)
+    assert ranks("--config", write(tmp_path / "one.yaml", "profile_ranks: 4")) == (4,)
+    form = "--profile_ranks needs one or more whole numbers of at least 0, separated by spaces"
+    for wrong in ("x", "1.5", "-1"):
+        assert form in message("--profile_ranks", wrong)
+    assert "needs one or more whole numbers" in message("--config", write(tmp_path / "x.yaml", "profile_ranks: [true]"))

@@ -114,6 +114,7 @@ DEFAULTS: dict[str, tuple[object, ...]] = {
     "trainable_parameters_regex": (None,),
     "overlap_grad_reduce": (False,),
     "overlap_param_gather": (False,),
+    "overlap_moe_expert_parallel_comm": (False, "no such flag", "Megatron's; unset there"),
     "tp_comm_overlap": (False,),
     "use_precision_aware_optimizer": (False,),
     "main_grads_dtype": ("fp32",),
