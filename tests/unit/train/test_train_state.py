@@ -41,7 +41,7 @@ def test_after_a_step() -> None:
     state = TrainState().after_step(samples=8, tokens=1000, trained_tokens=400, updated=True)
     state = state.after_step(samples=8, tokens=900, trained_tokens=0, updated=False)  # skipped: no trained token
     assert state == TrainState(
-        iteration=2, optimizer_steps=1, consumed_samples=16, consumed_tokens=1900, trained_tokens=400
+        iteration=2, optimizer_steps=1, skipped_steps=1, consumed_samples=16, consumed_tokens=1900, trained_tokens=400
     )
     assert STATE.after_step(samples=8, tokens=1, trained_tokens=1, updated=True).stopped_by == "SIGTERM"
 

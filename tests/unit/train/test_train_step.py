@@ -43,7 +43,7 @@ def test_a_step_without_trained_tokens_is_skipped(model: tuple[str, Any]) -> Non
     found = pool(1).run(bad_step, model_dir=model[0], rows=rows, fault="nothing trained")[0]
     assert (found["error"], found["changed"]) == ("", [])
     nothing = {"loss": 0.0, "trained_tokens": 0, "router": {}, "grad_norm": None, "expert_tokens": None}
-    assert found["result"] == {**nothing, "skipped": "no trained token"}
+    assert found["result"] == {**nothing, "skipped": "no trained token", "dataset_losses": {}}
 
 
 def test_tokens_lost_on_the_way_are_seen(model: tuple[str, Any]) -> None:
