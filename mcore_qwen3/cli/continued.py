@@ -121,4 +121,4 @@ def _saved_settings(iteration: Path) -> dict[str, Any]:
 
 
 def _shown(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return " ".join(map(str, value)) or "empty" if isinstance(value, list) else str(value)

@@ -100,6 +100,11 @@ def test_a_run_keeps_its_optimizer(site: Site) -> None:
         site.run(optimizer="sgd")
 
 
+def test_other_frozen_parameters_are_said(site: Site) -> None:
+    notes = [note for note in site.run(freeze_parameters="embedding.").notes if "run to continue" in note]
+    assert notes == ["freeze_parameters is embedding., in the run to continue it was empty: embedding. is used"]
+
+
 def test_more_steps_stretch_the_decay_and_that_is_said(site: Site) -> None:
     notes = [note for note in site.run(train_iters=20).notes if "run to continue" in note]
     assert notes == ["lr_decay_iters is 20, in the run to continue it was 10: 20 is used"]
