@@ -20,12 +20,6 @@ def check_numerics_device(config: RunConfig, shape: ModelShape, layout: Parallel
     """
     _check_modules(config, device)
     flags = config.numerics
-    if flags.optimizer_cpu_offload and device != "cuda":
-        raise ConfigError(
-            "optimizer_cpu_offload moves state from a GPU to host memory",
-            seen=f"--optimizer_cpu_offload true, device {device}",
-            fix="drop it: on CPU the state is in host memory",
-        )
     bf16 = device == "cuda" if config.model.bf16 is None else config.model.bf16
     if flags.overlap_moe_expert_parallel_comm and shape.is_moe:
         _check_expert_overlap(config, layout, bf16=bf16)
@@ -35,13 +29,12 @@ def check_numerics_device(config: RunConfig, shape: ModelShape, layout: Parallel
             seen="bf16 false",
             fix="--bf16 true, or neither of the two",
         )
-    for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
-        if getattr(flags, name) and not config.checkpoint.no_save_optim:
-            raise ConfigError(
-                f"the optimizer state of {name} cannot be saved here: it is not kept where the others' is",
-                seen=f"--{name} true, --no_save_optim false",
-                fix=f"--no_save_optim true (the run then continues with moments at zero), or --{name} false",
-            )
+    if flags.use_precision_aware_optimizer and not config.checkpoint.no_save_optim:
+        raise ConfigError(
+            "the state of the precision-aware optimizer cannot be saved here: it is not kept where the others' is",
+            seen="--use_precision_aware_optimizer true, --no_save_optim false",
+            fix="--no_save_optim true (the run then continues with moments at zero), or drop the optimizer's option",
+        )
     if flags.tp_comm_overlap and not (layout.tensor > 1 and layout.sequence_parallel and config.data.packing):
         on = {True: "on", False: "off"}
         raise ConfigError(

@@ -32,7 +32,8 @@ def _run(parsed: ParsedRun) -> int:
 
     run = with_weights(resolve(parsed, int(os.environ["WORLD_SIZE"])))
     if run.config.launch.device == "cuda":
-        for line in set_cuda_environment():
+        beside = run.config.numerics.overlap_moe_expert_parallel_comm
+        for line in set_cuda_environment(many_queues=beside and run.layout.tensor == run.layout.context == 1):
             say(line)
     for line in _idle_limits(run.config):
         say(line)

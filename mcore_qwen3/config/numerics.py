@@ -35,7 +35,7 @@ class NumericsFlags:
     main_params_dtype: str = flag("fp32", "with it: the optimizer's own weights", choices=("fp32", "fp16"))
     exp_avg_dtype: str = flag("fp32", "with it: the first moment", choices=("fp32", "bf16", "fp16", "fp8"))
     exp_avg_sq_dtype: str = flag("fp32", "with it: the second moment", choices=("fp32", "bf16", "fp16", "fp8"))
-    optimizer_cpu_offload: bool = flag(False, "keep optimizer state in host memory and update there (GPU)")
+    optimizer_cpu_offload: bool = flag(False, "with it: keep optimizer state in host memory and update there")
     optimizer_offload_fraction: float = flag(
         1.0, "with optimizer_cpu_offload: share of the state that goes", at_least=0, at_most=1
     )
@@ -82,6 +82,12 @@ def check_numerics(numerics: NumericsFlags, optim: OptimFlags) -> None:
             "dtypes of the optimizer other than fp32 need the precision-aware optimizer",
             seen=" ".join(f"--{name} {getattr(numerics, name)}" for name in lower),
             fix="--use_precision_aware_optimizer true, or fp32",
+        )
+    if numerics.optimizer_cpu_offload and not numerics.use_precision_aware_optimizer:
+        raise ConfigError(
+            "the offload is a part of the precision-aware optimizer",
+            seen="--optimizer_cpu_offload true, --use_precision_aware_optimizer false",
+            fix="--use_precision_aware_optimizer true (its dtypes may stay fp32), or --optimizer_cpu_offload false",
         )
     if numerics.use_precision_aware_optimizer and optim.optimizer != "adam":
         raise ConfigError(

@@ -17,7 +17,7 @@ def start_userbuffers(*, tokens: int, hidden_size: int, tensor: int, fp8: bool) 
         tensor: TP size.
         fp8: whether the products are in fp8.
     """
-    engine: Any = importlib.import_module("transformer_engine.pytorch")
+    engine: Any = importlib.import_module("transformer_engine.pytorch.module.base")
     kinds = engine.UserBufferQuantizationMode
     engine.initialize_ub(
         shape=[tokens, hidden_size],

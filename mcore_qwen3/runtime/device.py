@@ -94,10 +94,18 @@ CUDA_ENVIRONMENT = {
 }
 
 
-def set_cuda_environment() -> list[str]:
-    """Set the variables CUDA runs want, where unset, before CUDA starts; returns one line for each that was set."""
+_MANY_QUEUES = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": ("32", "messages of experts run beside computation only with several queues")
+}
+
+
+def set_cuda_environment(*, many_queues: bool = False) -> list[str]:
+    """Set the variables CUDA runs want, where unset, before CUDA starts; returns one line for each that was set.
+
+    `many_queues`: the run sends expert-parallel messages beside computation, and none of tensor or context parallel.
+    """
     lines = []
-    for name, (value, reason) in CUDA_ENVIRONMENT.items():
+    for name, (value, reason) in (CUDA_ENVIRONMENT | (_MANY_QUEUES if many_queues else {})).items():
         if name not in os.environ:
             os.environ[name] = value
             lines.append(f"{name}={value} was set: {reason}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -104,15 +104,15 @@ class TrainLog:
         record = step_record(self._run, state, result, step, left)
         self._window.append((result, record))
         self._write(record)
-        self._track("train", record)
+        self._track(lambda tracker: tracker.log("train", record))
         if iteration % self._interval == 0 or iteration in (self._start + 1, self._run.train_iters):
             self._show(record)
 
-    def _track(self, part: str, record: dict[str, Any]) -> None:
-        """Tell the trackers; one that fails is told nothing more, and the run goes on."""
+    def _track(self, act: Callable[[Tracker], None]) -> None:
+        """Do something with every tracker; one that fails is told nothing more, and the run goes on."""
         for tracker in list(self._trackers):
             try:
-                tracker.log(part, record)
+                act(tracker)
             except Exception as error:  # a tracker's server and files are its own
                 self._trackers.remove(tracker)
                 self.say(f"{tracker.name} gets nothing more: {type(error).__name__}: {error}")
@@ -153,7 +153,7 @@ class TrainLog:
         text = f"eval loss {loss:.4f}, perplexity {perplexity:.3f}, accuracy {100 * accuracy:.2f} %"
         self.event(iteration, "eval", f"{text} ({trained_tokens:,} tokens)", **metrics, trained_tokens=trained_tokens)
         if self._active:
-            self._track("eval", {"iteration": iteration, **metrics})
+            self._track(lambda tracker: tracker.log("eval", {"iteration": iteration, **metrics}))
 
     def restart(self, iteration: int, number: int, reason: str) -> None:
         """Record that all ranks were started again.
@@ -180,8 +180,7 @@ class TrainLog:
         if self._bar is not None:
             self._bar.stop()
         self._file.close()
-        for tracker in self._trackers:
-            tracker.close()
+        self._track(lambda tracker: tracker.close())
         plot(self.path)
         print(f"log: {self.path}; loss curve: {self.path.with_name(PLOT_FILE)}", flush=True)
 

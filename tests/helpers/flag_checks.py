@@ -99,10 +99,11 @@ def userbuffers_asked_for(model_dir: str, words: list[str], world_size: int) -> 
     config, shape = parse_args(argv, "sft").config, read_model_shape(model_dir)
     run: Any = SimpleNamespace(config=config, shape=shape, layout=layout_of(config, world_size, shape))
     told: dict[str, Any] = {}
-    engine = ModuleType("transformer_engine.pytorch")
+    engine = ModuleType("transformer_engine.pytorch.module.base")
     engine.initialize_ub = lambda **asked: told.update(asked)  # type: ignore[attr-defined]
     engine.UserBufferQuantizationMode = SimpleNamespace(FP8="fp8", NONE="none")  # type: ignore[attr-defined]
-    parent = ModuleType("transformer_engine")
-    with mock.patch.dict(sys.modules, {"transformer_engine": parent, "transformer_engine.pytorch": engine}):
+    parents = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.module")
+    modules = {name: ModuleType(name) for name in parents} | {engine.__name__: engine}
+    with mock.patch.dict(sys.modules, modules):
         start_userbuffers(**userbuffer_sizes(run))
     return told

@@ -12,6 +12,8 @@ from unittest import mock
 
 STEPS = [{"loss": 2.0, "balance_loss": 1.5, "dataset_losses": {"a.jsonl": 2.5}}, {"loss": 1.0, "eval_loss": 0.75}]
 
+AT_THE_END = -1
+
 
 def _fake(name: str, told: list[Any], fails_at: int) -> ModuleType:
     """A package of wandb's or swanlab's form that notes what it is told."""
@@ -21,12 +23,17 @@ def _fake(name: str, told: list[Any], fails_at: int) -> ModuleType:
             raise ConnectionError("no route to the server")
         told.append(["log", step, values])
 
+    def finish() -> None:
+        told.append(["finish"])
+        if fails_at == AT_THE_END:
+            raise ConnectionError("no route to the server")
+
     def init(**settings: Any) -> Any:
         told.append(["init", {key: value for key, value in settings.items() if key != "config"}, settings["config"]])
-        return SimpleNamespace(log=log, finish=lambda: told.append(["finish"]))
+        return SimpleNamespace(log=log, finish=finish)
 
     module = ModuleType(name)
-    module.init, module.finish = init, lambda: told.append(["finish"])  # type: ignore[attr-defined]
+    module.init, module.finish = init, finish  # type: ignore[attr-defined]
     return module
 
 

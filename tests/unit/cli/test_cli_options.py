@@ -35,11 +35,11 @@ REACHES: dict[str, dict[str, Any]] = {
     f"{PRECISE} --main_params_dtype fp16": {f"{OPTIMIZER}.main_params_dtype": "torch.float16"},
     f"{PRECISE} --exp_avg_dtype bf16": {f"{OPTIMIZER}.exp_avg_dtype": "torch.bfloat16"},
     f"{PRECISE} --exp_avg_sq_dtype fp8": {f"{OPTIMIZER}.exp_avg_sq_dtype": "torch.uint8"},
-    "--optimizer_cpu_offload true": {
+    f"{PRECISE} --optimizer_cpu_offload true": {
         f"{OPTIMIZER}.optimizer_cpu_offload": True,
         f"{OPTIMIZER}.optimizer_offload_fraction": 1.0,
     },
-    "--optimizer_cpu_offload true --optimizer_offload_fraction 0.5": {f"{OPTIMIZER}.optimizer_offload_fraction": 0.5},
+    f"{PRECISE} --optimizer_cpu_offload true --optimizer_offload_fraction 0.5": {f"{OPTIMIZER}.optimizer_offload_fraction": 0.5},
     "--fp8_format hybrid": {f"{MODEL}.fp8": "hybrid"},
     "--fp8_format e4m3 --fp8_recipe blockwise": {
         f"{MODEL}.fp8_recipe": "blockwise",
@@ -130,6 +130,7 @@ BY_VALUE = {
     "--overlap_param_gather true": "overlap_param_gather goes with overlap_grad_reduce",
     "--main_grads_dtype bf16": "need the precision-aware optimizer; seen: --main_grads_dtype bf16",
     "--exp_avg_dtype bf16 --exp_avg_sq_dtype fp8": "seen: --exp_avg_dtype bf16 --exp_avg_sq_dtype fp8",
+    "--optimizer_cpu_offload true": "the offload is a part of the precision-aware optimizer",
     f"{PRECISE} --optimizer sgd": "the precision-aware optimizer is Adam",
     "--lr_decay_style WSD": "WSD needs the number of steps",
     "--lr_decay_style WSD --lr_wsd_decay_iters 9 --lr_warmup_iters 2": "no longer than what the warm-up leaves",
@@ -160,7 +161,6 @@ ON_CPU = {
     "--tp_comm_overlap true": "--tp_comm_overlap true; device cpu",
     "--cross_entropy_fusion_impl te": "--cross_entropy_fusion_impl te; device cpu",
     "--moe_permute_fusion true": "--moe_permute_fusion true; device cpu",
-    "--optimizer_cpu_offload true --no_save_optim true": "moves state from a GPU to host memory",
     FLEX: "the token dispatcher flex runs on GPUs only",
 }
 
@@ -176,8 +176,7 @@ WITH_TE = {
     "--tp_comm_overlap true --packing true": "seen: TP 1, sequence parallel off, packing on",
     "--tp_comm_overlap true --tensor_model_parallel_size 2": "seen: TP 2, sequence parallel on, packing off",
     f"{PRECISE} --bf16 false": "are for bf16 runs",
-    PRECISE: "the optimizer state of use_precision_aware_optimizer cannot be saved here",
-    "--optimizer_cpu_offload true": "the optimizer state of optimizer_cpu_offload cannot be saved here",
+    PRECISE: "the state of the precision-aware optimizer cannot be saved here",
     "--fp8_format hybrid --max_length 64": "packed rows whose length is a multiple of 16 x TP x CP = 16",
     "--fp8_format hybrid --packing true --max_length 40": "--packing true --max_length 32",
     "--fp8_format hybrid --packing true --max_length 48 --context_parallel_size 2": "16 x TP x CP = 32",

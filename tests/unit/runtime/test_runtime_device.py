@@ -85,6 +85,14 @@ def test_cuda_environment_is_set_only_where_unset(monkeypatch: pytest.MonkeyPatc
     assert set(CUDA_ENVIRONMENT) == {"CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF"}
 
 
+def test_expert_messages_get_many_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    (line,) = [line for line in set_cuda_environment(many_queues=True) if "CONNECTIONS" in line]
+    assert line.startswith("CUDA_DEVICE_MAX_CONNECTIONS=32 was set: ")
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+
+
 def test_memory_of_this_process_is_told_in_gib() -> None:
     resident = psutil.Process().memory_info().rss / 2**30
     peak = device_module.memory_gib(cpu())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from helpers.ranks import pool
-from helpers.tracker_checks import profiled_loop, tensorboard_scalars, tracked
+from helpers.tracker_checks import AT_THE_END, profiled_loop, tensorboard_scalars, tracked
 
 IN_BOTH = {"grad_norm": 0.5, "lr": 1e-3, "tokens": 100, "step_seconds": 0.5, "data_wait_seconds": 0.1}
 
@@ -59,6 +59,14 @@ def test_a_tracker_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
     assert [line[0] for line in found["wandb"]] == ["init", "log"]
     assert len((tmp_path / "train_log.jsonl").read_text().splitlines()) == 4
     assert len(pool(1).run(tensorboard_scalars, directory=str(tmp_path / "runs"))[0]["train/loss"]) == 2
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab"])
+def test_a_tracker_that_fails_at_the_end_does_not_fail_the_run(name: str, tmp_path: Path) -> None:
+    args = {"directory": str(tmp_path), "names": [name], "words": [], "fails_at": AT_THE_END}
+    found = pool(1).run(tracked, **args)[0]
+    assert found[name][-1] == ["finish"] and f"{name} gets nothing more: ConnectionError" in found["screen"]
+    assert (tmp_path / "loss.png").exists()
 
 
 @pytest.mark.parametrize(
