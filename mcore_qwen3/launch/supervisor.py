@@ -24,6 +24,7 @@ from mcore_qwen3.launch.signals import StopSignals
 from mcore_qwen3.launch.torchrun import child_environment, torchrun_command
 
 _REASON_LETTERS = 500
+_READY_SECONDS = 3600.0  # at least: one node may take longer than another to prepare its data
 
 
 def run(
@@ -59,7 +60,7 @@ def run(
     Raises:
         LaunchError: another node does not start its ranks.
     """
-    ready(plan, company, limits.meeting_seconds, lambda: signals.pending)
+    ready(plan, company, max(limits.meeting_seconds, _READY_SECONDS), lambda: signals.pending)
     first = outcome = _start(plan, module_argv, limits, signals, extra_env, company)
     missing = ""
     for number in itertools.count(1):
