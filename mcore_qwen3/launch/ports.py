@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import errno
+import random
 import socket
+
+# Below what Linux and others give to outgoing connections (32768 and up), above what services have by custom.
+_OWN_RANGE = range(20000, 29500)
 
 
 def free_port() -> int:
     """A port number that nothing on this machine listens on now.
 
-    Nothing holds it until torchrun binds it, so take it shortly before the start.
+    Nothing holds it until torchrun binds it. It is none that the system could give to a connection until then, and chosen
+    at random, so that two jobs that start together hardly get the same.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    chance = random.SystemRandom()
+    while why_not_usable(port := chance.choice(_OWN_RANGE)) is not None:
+        pass
+    return port
 
 
 def why_not_usable(port: int) -> str | None:

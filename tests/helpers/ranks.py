@@ -10,11 +10,12 @@ import atexit
 import multiprocessing as mp
 import os
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+from mcore_qwen3.launch.ports import free_port
 
 TIMEOUT_S = 240.0
 STARTUP_S = 240.0
@@ -24,12 +25,6 @@ MOST_THREADS = 300
 
 class RankFailure(AssertionError):
     """A rank raised, died or did not answer in time."""
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _worker(rank: int, world_size: int, port: int, pipe: Any) -> None:
@@ -78,7 +73,7 @@ class RankPool:
 
     def _start(self) -> None:
         context = mp.get_context("spawn")
-        port = _free_port()
+        port = free_port()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_worker, args=(rank, self.world_size, port, theirs), daemon=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from mcore_qwen3.errors import LaunchError
-from mcore_qwen3.launch import LaunchPlan, expected_ranks, is_rank, resolve_environment
+from mcore_qwen3.launch import LaunchPlan, expected_ranks, is_rank, ports, resolve_environment
 
 TWO_NODES = {"NNODES": "2", "NODE_RANK": "1", "NPROC_PER_NODE": "8", "MASTER_ADDR": "node-0"}
 
@@ -151,16 +151,15 @@ def test_world_size_of_one_says_the_same_in_both_readings() -> None:
     assert resolve(WORLD_SIZE="1", RANK="0").world_size == 3
 
 
-def test_b90_each_job_on_one_node_gets_a_port_that_is_free() -> None:
+def test_b90_each_job_on_one_node_gets_a_port_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one that is in use nor one that the system could give to a connection before torchrun listens."""
+    assert all(resolve().master_port < 32768 for _ in range(20))
+    free = resolve().master_port
     with socket.socket() as listener:
         listener.bind(("", 0))
         listener.listen(1)
-        for _ in range(2):
-            port = resolve().master_port
-            assert port != listener.getsockname()[1]
-            with socket.socket() as server:
-                server.bind(("", port))
-                server.listen(1)
+        monkeypatch.setattr(ports, "_OWN_RANGE", (listener.getsockname()[1], free))
+        assert {resolve().master_port for _ in range(20)} == {free}
 
 
 def test_b90_a_given_port_is_used() -> None:
