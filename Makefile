@@ -35,11 +35,10 @@ browser: setup
 quickstart: material
 	@$(PY) examples/quickstart.py
 
-# One thread a process: the tests run up to four ranks side by side. Two files at a time; those that take longest come first.
-TEST_WORKERS ?= 2
+# One thread a process: the tests run up to four ranks side by side.
 test: export OMP_NUM_THREADS ?= 1
 test: material setup-slurm browser
-	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PY) -m pytest --durations=60
 
 KILLS ?= 30
 kill-test: export OMP_NUM_THREADS ?= 1
