@@ -37,6 +37,11 @@ def check_moe(config: RunConfig, shape: ModelShape, layout: ParallelLayout, devi
 def _check_flex(config: RunConfig, layout: ParallelLayout, device: str) -> None:
     flags = config.model
     rules = (
+        (
+            config.numerics.moe_flex_dispatcher_backend != "none",
+            "needs a library",
+            "--moe_flex_dispatcher_backend none (which --moe_enable_deepep false means)",
+        ),
         (device == "cuda", "runs on GPUs only, with DeepEP", f"device {device}"),
         (layout.expert * layout.expert_tensor > 1, "needs EP x expert-TP above 1", "EP 1 x expert-TP 1"),
         (flags.moe_router_dtype == "fp32", "needs a router in fp32", f"--moe_router_dtype {flags.moe_router_dtype}"),

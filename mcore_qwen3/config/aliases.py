@@ -18,7 +18,7 @@ ALIASES: dict[str, Alias] = {
     "model": Alias("load"),  # ms-swift v3 and v4: Hugging Face weights
     "mcore_model": Alias("load"),  # ms-swift v4: torch_dist weights
     "use_flash_attn": Alias("attention_backend", {True: "flash", False: "auto"}),  # ms-swift v3, Megatron
-    "moe_enable_deepep": Alias("moe_flex_dispatcher_backend", {True: "deepep", False: "deepep"}),  # ms-swift, Megatron
+    "moe_enable_deepep": Alias("moe_flex_dispatcher_backend", {True: "deepep", False: "none"}),  # ms-swift, Megatron
     "seq_length": Alias("max_length"),  # ms-swift v3, Megatron
     "dataloader_num_workers": Alias("num_workers"),  # ms-swift v4
     "num_virtual_stages_per_pipeline_rank": Alias("virtual_pipeline_model_parallel_size"),  # Megatron

@@ -53,7 +53,7 @@ class NumericsFlags:
         choices=("native", "te"),
     )
     moe_flex_dispatcher_backend: str = flag(
-        "deepep", "library of the token dispatcher flex", choices=("deepep", "hybridep")
+        "deepep", "library of the token dispatcher flex, which needs one", choices=("deepep", "hybridep", "none")
     )
     moe_permute_fusion: bool = flag(False, "sort tokens by expert in one fused step (GPU with transformer-engine)")
 

@@ -173,6 +173,7 @@ def test_what_needs_a_gpu_is_refused_on_cpu(words: str, moe: Path) -> None:
 WITH_TE = {
     "--fp8_format hybrid --transformer_impl torch": "some options are transformer-engine's own",
     "--fp8_format hybrid --bf16 false": "are for bf16 runs",
+    f"{FLEX} --expert_model_parallel_size 2 --moe_enable_deepep false": "the token dispatcher flex needs a library",
     "--tp_comm_overlap true --packing true": "seen: TP 1, sequence parallel off, packing on",
     "--tp_comm_overlap true --tensor_model_parallel_size 2": "seen: TP 2, sequence parallel on, packing off",
     f"{PRECISE} --bf16 false": "are for bf16 runs",
