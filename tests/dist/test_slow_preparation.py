@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.ranks import _free_port
+from mcore_qwen3.launch.ports import free_port
 
 PREPARATION_S = 4.0
 COLLECTIVE_S = 2.0
@@ -62,7 +62,7 @@ def test_two_ranks_with_a_preparation_longer_than_the_collective_limit(
         tokenizer_dir=qwen3_tokenizer_dir,
         cache_dir=tmp_path / "cache",
     )
-    port = _free_port()
+    port = free_port()
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
         results = list(pool.map(_rank, (0, 1), (port, port), (request, request)))
     # The second waited for the first at the folder's lock, not in a collective.

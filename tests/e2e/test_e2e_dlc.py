@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from e2e_kit import Site, steps_of
-from helpers.ranks import _free_port
+
+from mcore_qwen3.launch.ports import free_port
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -18,7 +19,7 @@ def test_with_and_without_our_variables_it_is_one_job_of_four_ranks(
     """B89, B93. Node 0 is started with NNODES=$WORLD_SIZE NODE_RANK=$RANK, node 1 without: both read the same."""
     words = f"""sft --load {small_vocabulary_moe} --dataset {chat_rows} --max_length 128 --global_batch_size 4 --save dlc
         --num_workers 1 --train_iters 2 --eval_iters 0 --tensor_model_parallel_size 2 --log_dir logs"""
-    dlc = {"WORLD_SIZE": "2", "NPROC_PER_NODE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port())}
+    dlc = {"WORLD_SIZE": "2", "NPROC_PER_NODE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     jobs = [
         site.start(*words.split(), RANK="0", NNODES="2", NODE_RANK="0", **dlc),
         site.start(*words.split(), RANK="1", **dlc),

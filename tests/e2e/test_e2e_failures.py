@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from e2e_kit import Job, Site
-from helpers.ranks import _free_port
 from safetensors.torch import load_file, save_file
+
+from mcore_qwen3.launch.ports import free_port
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -62,7 +63,7 @@ def test_nodes_that_do_not_share_the_save_folder_are_refused(
     """B94: two nodes, here two folders to work in, and a relative --save: another folder on each."""
     other = Site(tmp_path)
     other.environ["XDG_CACHE_HOME"] = site.environ["XDG_CACHE_HOME"]
-    port = str(_free_port())
+    port = str(free_port())
     words = command(tiny_moe, chat_rows, "own")
     jobs = [
         node.start(
