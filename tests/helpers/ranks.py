@@ -19,7 +19,7 @@ from mcore_qwen3.launch.ports import free_port
 
 TIMEOUT_S = 240.0
 STARTUP_S = 240.0
-# Each change of layout leaves about 60 threads of gloo behind (autograd's graph keeps the old groups), and they all poll.
+# Groups that something still holds leave their threads behind, and they all poll.
 MOST_THREADS = 300
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,10 +94,24 @@ def start_groups(layout: Any) -> None:
     if layout == _started:
         return
     if _started is not None:
+        _release_models()
         groups.stop_model_parallel()
     groups.start_model_parallel(layout)
     groups.seed_everything(1)
     _started = layout
+
+
+def _release_models() -> None:
+    """Let go of what earlier tests have wrapped, so that the groups' threads end, all of which poll.
+
+    The wrapper's hooks and autograd's nodes hold each other where Python's collector does not see it.
+    """
+    from megatron.core.distributed import DistributedDataParallel
+
+    for each in gc.get_objects():
+        if isinstance(each, DistributedDataParallel):
+            vars(each).clear()
+    gc.collect()
 
 
 def build(model_dir: str, layout: Layout, **options: Any) -> tuple[Any, Any]:
