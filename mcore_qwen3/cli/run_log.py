@@ -198,6 +198,10 @@ def event_text(record: dict[str, Any]) -> str:
         return f"no weight was changed: {reason}"
     if kind == "stop":
         return "all steps are done" if reason == "end" else f"stopped by {reason}, saved"
+    if kind == "memory":
+        return (
+            f"peak memory {record.get('peak_gib')} GiB on the fullest rank, estimated {record.get('estimated_gib')} GiB"
+        )
     if kind == "loss_spike":
         return f"loss {record.get('value')} above {record.get('bound')}, by the steps before"
     if kind == "dead_experts":

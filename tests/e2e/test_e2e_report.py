@@ -76,9 +76,9 @@ def test_tables_tell_settings_and_events(shown: tuple[Any, list[str]]) -> None:
     events = [row.split("\t") for row in page.locator("#events tbody tr").all_inner_texts()]
     second = [(step, kind) for step, run, kind, _ in events if run.strip() == NAMES[1]]
     assert second == [
-        ("0", "start"), ("8", "save"), ("16", "save"), ("16", "stop"),
-        ("16", "resume"), ("20", "save"), ("20", "stop"),
-        ("16", "resume"), ("24", "save"), ("24", "stop"),
+        ("0", "start"), ("8", "save"), ("16", "save"), ("16", "memory"), ("16", "stop"),
+        ("16", "resume"), ("20", "save"), ("20", "memory"), ("20", "stop"),
+        ("16", "resume"), ("24", "save"), ("24", "memory"), ("24", "stop"),
     ]  # fmt: skip
     assert any("4 step(s) past it overruled" in row[3] for row in events)
 

@@ -48,6 +48,7 @@ def test_steps_past_the_restored_one_are_overruled(tmp_path: Path) -> None:
         start(0),
         *first,
         {"event": "save", "iteration": 4},
+        {"event": "memory", "iteration": 4, "peak_gib": 1.25, "estimated_gib": 1.5, "stage": 0},
         start(4, 4) | {"no_mfu": "fp32"},
         restart,
         *again,
@@ -58,6 +59,7 @@ def test_steps_past_the_restored_one_are_overruled(tmp_path: Path) -> None:
     assert run.events == [
         (0, "start", "started on 2 ranks"),
         (4, "save", "checkpoint written"),
+        (4, "memory", "peak memory 1.25 GiB on the fullest rank, estimated 1.5 GiB"),
         (4, "resume", "continued from step 4 on 4 ranks; no MFU: fp32; 3 step(s) past it overruled"),
         (4, "restart", "all ranks were started again, time 1: rank 1 was killed"),
     ]
