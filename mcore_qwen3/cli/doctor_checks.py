@@ -26,6 +26,7 @@ from mcore_qwen3.config import DoctorConfig
 from mcore_qwen3.errors import ConfigError
 from mcore_qwen3.launch import LaunchPlan, count_gpus
 from mcore_qwen3.launch.network import interface_of
+from mcore_qwen3.launch.ports import why_not_usable
 
 DISTRIBUTION = "mcore-qwen3"
 _GIB, _MIB = 2**30, 2**20
@@ -215,6 +216,8 @@ def network(plan: LaunchPlan, environ: Mapping[str, str]) -> list[Finding]:
             address = probe.getsockname()[0]
     except OSError as error:
         return [*found, fails("network", f"no way to {plan.master_addr}: {error.strerror}")]
+    if plan.node_rank == 0 and (reason := why_not_usable(plan.master_port)) is not None:
+        return [*found, fails("network", f"MASTER_PORT={plan.master_port}, where node 0 has to listen: {reason}")]
     interface = interface_of(address) or "an interface whose name is not known"
     port = f"port {plan.master_port} is free here" if plan.node_rank == 0 else f"port {plan.master_port} is node 0's"
     return [*found, ok("network", f"{plan.master_addr} is reached from {address} by {interface}; {port}")]

@@ -115,6 +115,17 @@ def test_a_busy_port_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (code, failed(screen)) == (2, ["launch"]) and "in use" in screen
 
 
+def test_a_busy_port_where_nodes_are_to_meet_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as busy:
+        busy.bind(("", 0))
+        busy.listen()
+        port = str(busy.getsockname()[1])
+        for name, value in {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        code, screen = run("--meeting_seconds", "1")
+    assert (code, failed(screen)) == (2, ["network"]) and f"MASTER_PORT={port}" in screen and "is free" not in screen
+
+
 @pytest.mark.parametrize("name", ["megatron", "convert"])
 def test_another_program_of_the_name_fails(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
