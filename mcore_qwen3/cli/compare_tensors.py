@@ -121,14 +121,14 @@ def parameter_pairs(
 
     Args:
         kind: "weight" or "gradient".
-        ours: the parts of all ranks; a parameter without any is passed over.
+        ours: the parts of all ranks.
         theirs: Hugging Face name -> tensor, None where transformers has no such parameter.
         shape: the model.
     """
     wholes = _wholes(ours)
     for rule, index in units(name_table(shape)):
         if rule.key not in wholes:
-            continue
+            raise RuntimeError(f"no rank has left a {kind} of {rule.key}")
         unit = wholes[rule.key][index][: rule.rows]
         for number, part in enumerate(rule.parts):
             name = rule.hf_name(number, index)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers.tiny import hf_model, reference_step, samples, write_model
 
+from mcore_qwen3.arch import read_model_shape
 from mcore_qwen3.cli.compare import check_hf, differing_settings, training_run
 from mcore_qwen3.cli.compare_faults import (
     fault_of_activations,
@@ -21,7 +22,7 @@ from mcore_qwen3.cli.compare_faults import (
     matching_order,
 )
 from mcore_qwen3.cli.compare_loops import Group, relative
-from mcore_qwen3.cli.compare_tensors import Pair, relative_error
+from mcore_qwen3.cli.compare_tensors import Pair, parameter_pairs, relative_error
 from mcore_qwen3.cli.main import main
 from mcore_qwen3.cli.plain_loop import (
     PlainSettings,
@@ -340,6 +341,14 @@ def test_the_measures() -> None:
     assert relative_error(torch.tensor([math.nan]), torch.ones(1)) == math.inf
     assert relative(1.1, 1.0) == pytest.approx(0.1)
     assert (relative(0.0, 0.0), relative(1.0, 0.0), relative(math.nan, 1.0)) == (0.0, math.inf, math.inf)
+
+
+def test_tensors_that_no_rank_has_left_are_an_error(tmp_path: Path) -> None:
+    """Else what is missing would pass as equal; a hole in a tensor is no number, and differs."""
+    write_model(tmp_path, moe=True)
+    shape = read_model_shape(tmp_path)
+    with pytest.raises(RuntimeError, match="no rank has left a gradient of embedding.word_embeddings.weight"):
+        list(parameter_pairs("gradient", [], lambda name: None, shape))
 
 
 def test_a_group_names_the_first_that_differs_and_the_worst_that_agrees() -> None:
