@@ -347,7 +347,7 @@ def test_tensors_that_no_rank_has_left_are_an_error(tmp_path: Path) -> None:
     """Else what is missing would pass as equal; a hole in a tensor is no number, and differs."""
     write_model(tmp_path, moe=True)
     shape = read_model_shape(tmp_path)
-    with pytest.raises(RuntimeError, match="no rank has left a gradient of embedding.word_embeddings.weight"):
+    with pytest.raises(RuntimeError, match="no rank has left a gradient of embedding"):
         list(parameter_pairs("gradient", [], lambda name: None, shape))
 
 
